@@ -19,7 +19,19 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import nsa
 from nsa import settings
+from nsa.kernels import pinned
+from nsa.kernels.backward.tiles import Unions
+from nsa.kernels.query_major.choice import Choice
+from nsa.kernels.shared.sizes import ALWAYS
+from nsa.kernels.small_blocks.tiles import Choice as SmallBlocks
+from nsa.kernels.union.tiles import Choice as Union
+from nsa.routing import why_not_e4m3
+from nsa.testing.contestants.ours import OF, OURS
+from nsa.testing.judge.forward import Oracle, assert_parity
+from nsa.testing.judge.gradients import GradientOracle, assert_gradients
+from nsa.testing.matrix import caches
 from nsa.testing.matrix.case import Case
 
 TOOLS = {"memcheck": "Invalid __global__ read", "racecheck": "hazard"}  # and words of the report of its planted fault
@@ -81,16 +93,12 @@ def apart(device: torch.device, sizes: Sequence[tuple[int, torch.dtype] | None])
 def _child(what: str) -> int:
     device = torch.device("cuda", 0)
     if what == "matrix":
-        from nsa.kernels import pinned
-        from nsa.kernels.backward.tiles import Unions
         from nsa.kernels.shared import launch
-        from nsa.kernels.shared.sizes import ALWAYS
-        from nsa.kernels.union.tiles import Choice
 
         launch.divided = apart
         # racecheck reports PyTorch's own fused kernel of fp32 attention, so SDPA uses plain operators here. Unions
         # serve every tile that they may serve.
-        unions = pinned(union=Choice(worth=ALWAYS), backward_unions=Unions(rows=0, worth=ALWAYS))
+        unions = pinned(union=Union(worth=ALWAYS), backward_unions=Unions(rows=0, worth=ALWAYS))
         with sdpa_kernel(SDPBackend.MATH), unions:
             print(f"checked {_matrix(device)} calls")
         return 0
@@ -106,11 +114,6 @@ def _matrix(device: torch.device) -> int:
 
     Returns the number of calls.
     """
-    from nsa.kernels import pinned
-    from nsa.kernels.query_major.choice import Choice
-    from nsa.testing.contestants.ours import OF, OURS
-    from nsa.testing.judge.forward import Oracle, assert_parity
-
     cases = [
         Case(8, 128, 128, 256, 3, "few", "bf16"),
         Case(3, 96, 100, 70, 5, "few", "fp32"),
@@ -149,16 +152,10 @@ def _matrix(device: torch.device) -> int:
 
 def _small_blocks(device: torch.device) -> int:
     """Check rows of many small blocks: single rows, splits, unions, and gradients. Returns the number of calls."""
-    from nsa.kernels import pinned
-    from nsa.kernels.shared.sizes import ALWAYS
-    from nsa.kernels.small_blocks.tiles import Choice
-    from nsa.testing.contestants.ours import OURS
-    from nsa.testing.judge.forward import Oracle, assert_parity
-
     case = Case(3, 64, 64, 264, 60, "prefill", "bf16", HKV=2, S=30, S_kv=333, block_size=4, n=66, shared=0.75)
     oracle = Oracle.of(case.make(device))
-    unions = Choice(worth=ALWAYS, least=0)
-    choices = (None, Choice(rows=0), Choice(splits=3, rows=0), unions, unions._replace(union_splits=2))
+    unions = SmallBlocks(worth=ALWAYS, least=0)
+    choices = (None, SmallBlocks(rows=0), SmallBlocks(splits=3, rows=0), unions, unions._replace(union_splits=2))
     for choice in choices:
         with pinned(small_blocks=choice):
             result, _ = OURS["small_blocks"].run_counted(oracle.problem, True)
@@ -172,10 +169,6 @@ def _caches(device: torch.device) -> int:
     Each call is made twice, the second time with packed queries: 7 of the first sequence, none of the second, 6 of the
     third, and 2 of no sequence. Returns the number of calls.
     """
-    import nsa
-    from nsa.routing import why_not_e4m3
-    from nsa.testing.matrix import caches
-
     calls = 0
     g = torch.Generator().manual_seed(0)
     q = torch.randn(3, 5, 8, 64, generator=g).to(device, torch.bfloat16)
@@ -204,13 +197,10 @@ def _caches(device: torch.device) -> int:
 
 def _gradients(case: Case, device: torch.device) -> int:
     """Compute the gradients of one case and check them. Returns the number of calls."""
-    from nsa.testing.clock.training import ours
-    from nsa.testing.judge.gradients import GradientOracle, assert_gradients
+    from nsa.testing.clock.training import gradients, ours
 
     exact = GradientOracle.of(case.make(device))
-    leaves = [x.detach().requires_grad_() for x in (exact.problem.q, exact.problem.k, exact.problem.v)]
-    got = torch.autograd.grad(ours().attend(exact.problem, *leaves), leaves, exact.do)
-    assert_gradients(got, exact, f"{case.id} backward")
+    assert_gradients(gradients(ours(), exact.problem, exact.do), exact, f"{case.id} backward")
     return 1
 
 

@@ -49,7 +49,7 @@ def oracle_of(p: Problem) -> GradientOracle:
     """
     oracle = GradientOracle.of(p)
     rows = [float(torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).max()) for x in (oracle.do, p.v)]
-    scale = p.case.D**-0.5 if p.scale is None else abs(p.scale)
+    scale = abs(p.softmax_scale)
     wrong_dS = 2.0**-24 * rows[0] * rows[1] * scale
     readers = (p.q.numel() // p.case.D) ** 0.5  # each adds an error of its own to a key's gradient
     floors = wrong_dS * float(p.k.abs().max()), wrong_dS * float(p.q.abs().max()) * readers, 0.0

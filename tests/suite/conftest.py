@@ -1,10 +1,18 @@
-"""The suite's own tests: which part of the compile matrix a run compiles."""
+"""The suite's own tests: which part of the compile matrix a run compiles, and problems that count as large."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
+
+from nsa.testing.matrix.case import Case
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every problem counts as large."""
+    monkeypatch.setattr(Case, "large", property(lambda _: True))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -5,14 +5,13 @@ import json
 import pytest
 
 from nsa.testing.compile import matrix
-from nsa.testing.compile.budgets import Compiled, complaints
+from nsa.testing.compile.budgets import Compiled, all_complaints
 from nsa.testing.compile.points import ARCHITECTURES
 
 pytestmark = pytest.mark.aot
 
 SCRIPT = """
-import dataclasses, json, sys
-from types import SimpleNamespace
+import sys
 import torch
 from nsa.testing.compile import child
 from nsa.testing.compile.points import ARCHITECTURES
@@ -52,12 +51,7 @@ for name in sys.argv[2].split(","):
     launches.kernels.clear(), launches.reports.clear()
     r = as_request(q, k, how | more)
     plan.select(r, meta(*r.shape, dtype=torch.int32))
-    fresh = list({kernel.hash: kernel for kernel in launches.kernels if kernel.hash not in seen}.values())
-    for i, kernel in enumerate(fresh):
-        report = launches.reports[i] if len(launches.reports) == len(fresh) else None
-        told = child._describe(architecture, SimpleNamespace(id=f"select-{name}"), kernel, report)
-        print(json.dumps(dataclasses.asdict(told)), flush=True)
-    seen |= {kernel.hash for kernel in fresh}
+    child.tell(architecture, f"select-{name}", launches, seen)
 """
 
 CALLS = {"quick": "chunk,decode,weights,lse"}
@@ -76,5 +70,5 @@ def test_selecting_kernels_compile(compiling, name, extent, tmp_path):
     said = compiling(SCRIPT, name, CALLS[extent], TRITON_CACHE_DIR=str(tmp_path))
     kernels = [Compiled(**json.loads(line)) for line in said.splitlines()]
     assert {kernel.kernel for kernel in kernels} >= {"_scores_kernel", "_choose_kernel"}
-    assert [f"{x.point} {x.kernel}: {text}" for x in kernels for text in complaints(architecture, x)] == []
+    assert all_complaints(architecture, kernels) == []
     assert all(x.mma for x in kernels if x.kernel in ("_scores_kernel", "_lse_kernel"))

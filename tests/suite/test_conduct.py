@@ -56,6 +56,10 @@ def contestant(kernel, **promises):
     return named.of_function("mine:kernel", kernel, contract, declared=True)
 
 
+def of_packed(kernel, source="varlen"):
+    return contestant(kernel, takes=(source,), sequences=False, caches=(), fp8=False, ragged=False)
+
+
 def spoiling(name):
     """`right`, which also changes one bit of an input."""
 
@@ -81,22 +85,20 @@ def test_a_kernel_that_spoils_an_input_over_a_cache(name):
         over_a_cache(contestant(spoiling(name)), STEPS, torch.device("cpu"), **how)
 
 
-@pytest.mark.parametrize(
-    ("case", "name"),
-    [(SPANS, "ranges"), (POSITIONS, "q_positions"), (SEQUENCES, "cu_seqlens[0]"), (SEQUENCES, "cu_seqlens[1]"),
-     (VARLEN, "cu_seqlens"), (SPANS, "k")],
-    ids=lambda x: x if isinstance(x, str) else "",
-)  # fmt: skip
-@pytest.mark.parametrize("test", [twice, gradients], ids=["twice", "gradients"])
+SPOILED = [(SPANS, "ranges"), (SPANS, "k"), (POSITIONS, "q_positions")]
+SPOILED += [(SEQUENCES, "cu_seqlens[0]"), (SEQUENCES, "cu_seqlens[1]")]
+
+
+@pytest.mark.parametrize(("test", "case", "name"), [
+    *((test, case, name) for test in (twice, gradients) for case, name in SPOILED),
+    (twice, VARLEN, "cu_seqlens"),  # packed rows have no gradients in the suite
+])  # fmt: skip
 def test_a_kernel_that_spoils_an_input(test, case, name):
-    if case is VARLEN and test is gradients:
-        return  # packed rows have no gradients in the suite
-    promises = {"takes": ("varlen",), "sequences": False, "caches": (), "fp8": False, "ragged": False}
-    promises = promises if case is VARLEN else {}
-    test(contestant(right, **promises), case.make("cpu"))
+    made = of_packed if case is VARLEN else contestant
+    test(made(right), case.make("cpu"))
     stored = {"cu_seqlens[0]": "cu_seqlens", "cu_seqlens[1]": "cu_seqlens_k"}.get(name, name)
     with pytest.raises(AssertionError, match=f"^mine:kernel: wrote to its input {stored}$"):
-        test(contestant(spoiling(name), **promises), case.make("cpu"))
+        test(made(spoiling(name)), case.make("cpu"))
 
 
 def one_buffer(change=False):
@@ -175,15 +177,13 @@ def test_an_output_without_a_gradient_that_is_promised():
 
 
 def test_packed_rows_change_in_place():
-    promises = {"takes": ("rows",), "sequences": False, "caches": (), "fp8": False, "ragged": False}
-
     def rows(Q, K, V, scale, return_lse=False, **how):
         return nsa.sel_attn_fwd_dense(Q, K, V, scale=scale, return_lse=return_lse)
 
-    in_place(contestant(rows, **promises), ROWS.make("cpu"), "O")
+    in_place(of_packed(rows, "rows"), ROWS.make("cpu"), "O")
     first = []
     with pytest.raises(AssertionError, match=REMEMBERED):
-        in_place(contestant(lambda *a, **b: first.append(rows(*a, **b)) or first[0], **promises), ROWS.make("cpu"), "O")
+        in_place(of_packed(lambda *a, **b: first.append(rows(*a, **b)) or first[0], "rows"), ROWS.make("cpu"), "O")
 
 
 # --- skips, retries and crashes --------------------------------------------------------------------------------------

@@ -19,12 +19,6 @@ DENSE = {impl.name: impl for impl in prefill.beside() if impl.other is not None}
 
 
 @pytest.fixture
-def large(monkeypatch):
-    """Every problem counts as large."""
-    monkeypatch.setattr(Case, "large", property(lambda _: True))
-
-
-@pytest.fixture
 def problem(monkeypatch):
     monkeypatch.setattr(prefill, "_chosen", {})
     return CASE.make("cpu")
@@ -95,8 +89,7 @@ def test_flops_of_dense_attention(problem):
 
 def test_a_large_problem_is_measured_as_it_lies(large, problem):
     """No copies, nothing packed; the dense call is what ours is compared with."""
-    calls = {"dense_cudnn": attend, "dense_flash": attend}
-    others = [dataclasses.replace(DENSE[n], call=lambda p, *_, f=f: f(p, is_causal=True)) for n, f in calls.items()]
+    others = [dataclasses.replace(dense, call=lambda p, *_: attend(p, is_causal=True)) for dense in DENSE.values()]
     result = measure.measure(problem, OURS["reference"], others, iters=3, warmup=1, budget_s=0.01, least=3)
     assert not {"rows", "varlen", "key_index"} & set(problem.__dict__)
     assert buffer_sets(problem)[0] == [problem]

@@ -619,7 +619,7 @@ def test_an_answer_that_is_right_within_the_bound_explains_nothing():
     out, _ = kernel(oracle.problem)
     out[0, 0, 0, 3] += 1.5 * oracle.bound
     seen = evidence.Evidence.of(out, None, oracle)
-    right = evidence.Finding("", lambda rows: evidence.Answer(*(x[rows] for x in seen.right)), strain=2.0)
+    right = evidence.Finding("", seen.right.pick, strain=2.0)
     off = evidence.Finding("", lambda rows: evidence.Answer(seen.out[rows], seen.right.lse[rows]))
     assert not seen.fits(right)
     assert seen.fits(off)

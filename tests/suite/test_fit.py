@@ -8,12 +8,13 @@ from hypothesis import given, settings
 
 import nsa
 from nsa.testing.contestants.contract import NEEDS, Contract, contestant
-from nsa.testing.contestants.fit import ENOUGH, _limits, arranged, cases_of, fitted
+from nsa.testing.contestants.fit import ENOUGH, arranged, cases_of, fitted
 from nsa.testing.contestants.named import OF_CACHES, of_function
 from nsa.testing.contestants.ours import NSA
 from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.cases import core, parity, small
+from nsa.testing.matrix.problem import bounds
 from nsa.testing.matrix.strategies import OF_CONTESTANTS, selections
 
 CONTRACTS = {
@@ -93,7 +94,7 @@ def noisy(p):
 
 def listed(p):
     """Blocks `[rows, n]`, or starts and ends `[rows, n]` each; where the keys that a row may see end `[rows, 1]`."""
-    limit = _limits(p).reshape(-1, 1)
+    limit = bounds(p)[2].repeat_interleave(p.case.HKV)[:, None]
     if p.block_indices is not None:
         return p.block_indices.flatten(0, -2).long(), limit
     return tuple(x.flatten(0, -2).long() for x in p.ranges.unbind(-1)), limit

@@ -134,9 +134,10 @@ def test_an_lse_outside_its_bound_is_red(large, monkeypatch):
             assert_parity((out, moved(lse, at, 1.5 * bound, exact)), oracle)
 
 
-def test_of_a_large_problem_some_queries_are_compared_and_none_may_be_nan(monkeypatch):
-    monkeypatch.setattr(Case, "large", property(lambda _: True))
-    p = PROMPT.make("cpu")
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("positions", [False, True])
+def test_of_a_large_problem_some_queries_are_compared_and_none_may_be_nan(positions):
+    p = dataclasses.replace(PROMPT, positions=positions).make("cpu")
     oracle = Oracle.of(p)
     out, _ = right(oracle)
     exact = fp64(p)[0]

@@ -19,6 +19,14 @@ from nsa.testing.matrix.selecting import SERVED, as_request
 DECODE = Case(16, 32, 32, 64, 4, "decode", "fp32", HKV=2, S_kv=128, block_size=16)
 
 
+@pytest.fixture(autouse=True)
+def looked_up_again():
+    """Each test looks up which peers can be imported."""
+    peers.installed.cache_clear()
+    yield
+    peers.installed.cache_clear()
+
+
 @pytest.fixture
 def fla(monkeypatch):
     """fla-core's selection forward, in plain torch: its order of arguments, causal from the last key back."""
@@ -31,20 +39,18 @@ def fla(monkeypatch):
 
     module = ModuleType(peers.FLA)
     module.parallel_nsa_fwd = parallel_nsa_fwd
-    for name in ("fla", "fla.ops", "fla.ops.nsa"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, peers.FLA, module)
     monkeypatch.setattr(peers, "_tuned", {})
-    peers.installed.cache_clear()
-    yield peers.peers()["fla"]
-    peers.installed.cache_clear()
+    return peers.peers()["fla"]
 
 
-def test_who_is_not_installed_is_not_beside_us(monkeypatch):
-    monkeypatch.setitem(sys.modules, peers.FLA, None)
-    peers.installed.cache_clear()
-    assert peers.peers() == {}
-    peers.installed.cache_clear()
+@pytest.mark.parametrize("error", [ImportError("no such module"), RuntimeError("0 active drivers")])
+def test_who_cannot_be_imported_is_not_beside_us(monkeypatch, error):
+    def broken(module):
+        raise error
+
+    monkeypatch.setattr(peers.importlib, "import_module", broken)
+    assert peers.peers() == peers.xunhao() == peers.vllm() == peers.vllm_qsa() == {}
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])
@@ -69,11 +75,8 @@ def test_xunhao_is_given_the_same_problem(device, monkeypatch):
 
     module = ModuleType(peers.XUNHAO)
     module.topk_sparse_attention = topk_sparse_attention
-    monkeypatch.setitem(sys.modules, "native_sparse_attention", ModuleType("native_sparse_attention"))
     monkeypatch.setitem(sys.modules, peers.XUNHAO, module)
-    peers.installed.cache_clear()
     xunhao = peers.xunhao()["xunhao"]
-    peers.installed.cache_clear()
     prompts = Case(2, 16, 16, 48, 80, "prefill", "fp32", HKV=1, S=40, S_kv=40, block_size=16)
     problem = dataclasses.replace(prompts.make(device), scale=0.3)
     assert xunhao.supports(prompts) is None
@@ -102,16 +105,6 @@ def test_a_peer_is_tuned_for_the_shape_at_hand(fla, device):
         tuner.cache["BS"] = configs[0]
         fla.run(case.make(device))
         assert ("BS" in tuner.cache) == kept
-
-
-def test_who_cannot_be_imported_is_not_beside_us(monkeypatch):
-    def broken(module):
-        raise RuntimeError("0 active drivers")
-
-    monkeypatch.setattr(peers.importlib, "import_module", broken)
-    peers.installed.cache_clear()
-    assert peers.peers() == {}
-    peers.installed.cache_clear()
 
 
 def test_a_peer_of_another_version_says_so(fla, device, monkeypatch):
@@ -161,7 +154,7 @@ def test_vllm_chooses_for_the_same_calls(which, monkeypatch):
     module = ModuleType(choosing.VLLM)
     module.minimax_m3_index_score, module.minimax_m3_index_topk = score, lambda *_: lists()
     module.minimax_m3_index_decode = decode
-    monkeypatch.setattr(choosing, "installed", lambda name: module if name == choosing.VLLM else None)
+    monkeypatch.setitem(sys.modules, choosing.VLLM, module)
     (vllm,) = choosing.vllm()
     assert [vllm.takes(each) for each in (r, r._replace(score="relu"))] == [True, False]
     assert torch.equal(vllm.tidy(vllm.prepare(*call)(), r), right)

@@ -25,10 +25,10 @@ def unknown(monkeypatch):
 
 
 @pytest.fixture(params=["whole", "large"])
-def problem(request, monkeypatch):
+def problem(request):
     """Also as one that counts as large, of which some queries and blocks are looked at."""
     if request.param == "large":
-        monkeypatch.setattr(Case, "large", property(lambda _: True))
+        request.getfixturevalue("large")
     return CASE.make("cpu")
 
 
@@ -98,6 +98,10 @@ def test_ours_wrong_is_an_error(problem):
         training.train(problem, [wrong], iters=1, warmup=0, budget_s=0.0)
 
 
+def timing(seconds):
+    return Timing([seconds], "eager", False, 1, 1)
+
+
 @pytest.mark.parametrize(("name", "selects"), [("ours", True), ("dense_flash", False)])
 def test_an_impossible_time_is_refused(problem, name, selects):
     """Twice the products of a forward pass, and a step three times; of dense attention its own."""
@@ -106,19 +110,12 @@ def test_an_impossible_time_is_refused(problem, name, selects):
     limits = Ceilings(copy=1e30, read=1e30, matmul=1e12)
     for what, times in (("backward", 2), ("step", 3)):
         least = times * flops / 1e12
-        for seconds in (least, 0.9 * least):
-            timed = {name: Timing([seconds] * 10, "eager", False, 1, 1, 1e-12)}
-            if seconds == least:
-                training._possible(problem, [one], what, timed, limits)
-                continue
-            with pytest.raises(InvalidMeasurement, match=f"invalid measurement: {name}, {what} took"):
-                training._possible(problem, [one], what, timed, limits)
+        training._possible(problem, [one], what, {name: timing(least)}, limits)
+        with pytest.raises(InvalidMeasurement, match=f"invalid measurement: {name}, {what} took"):
+            training._possible(problem, [one], what, {name: timing(0.9 * least)}, limits)
 
 
 def test_control_is_the_faster_dense_attention():
-    def timing(seconds):
-        return Timing([seconds], "eager", False, 1, 1)
-
     times = {"ours": timing(1.0), "dense_cudnn": timing(3.0), "dense_flash": timing(2.0)}
     figures = gate_figures(times, prefill.BACKENDS)
     assert (figures["control"], figures["ratio_to_control"]) == ("dense_flash", 0.5)

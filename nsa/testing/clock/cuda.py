@@ -202,8 +202,8 @@ def time_streams(
     for _ in range(max(1, warmup)):
         together()
     torch.cuda.synchronize()
-    count = max(LEAST, min(iters, int(budget_s / _elapsed(together))))
-    samples = [_elapsed(together) / first.calls[0] for _ in range(count)]
+    count = max(LEAST, min(iters, int(budget_s / elapsed_s(together))))
+    samples = [elapsed_s(together) / first.calls[0] for _ in range(count)]
     return Timing(samples, "graph", cold, length * streams, first.calls[0], EVENT_TICK_S)
 
 
@@ -240,7 +240,7 @@ def _replayable(calls: Sequence[Fn], replay_s: float, pool: Any, parts: int = 1)
         refused = str(error).partition("\n")[0]
     replays[0]()
     enough = 0.9 * replay_s
-    once = part_s = min(_elapsed(replays[0]) for _ in range(2))
+    once = part_s = min(elapsed_s(replays[0]) for _ in range(2))
     cycles = 1
     for _ in range(2 if parts == 1 else 0):  # twice, because on an idle GPU `once` includes time of the host
         wanted = min(math.ceil(cycles * replay_s / part_s), MOST_CALLS // len(calls))
@@ -249,7 +249,7 @@ def _replayable(calls: Sequence[Fn], replay_s: float, pool: Any, parts: int = 1)
         cycles = wanted
         replays = [_capture(calls, cycles, pool) if how == "graph" else functools.partial(each, [*calls] * cycles)]
         replays[0]()
-        part_s = min(_elapsed(replays[0]) for _ in range(2))
+        part_s = min(elapsed_s(replays[0]) for _ in range(2))
     replayed = min(parts, math.ceil(enough / part_s))
     calls_each = [cycles * len(piece) for piece in pieces]
     return _Run(replays, calls_each, how, replayed, replayed * part_s, once * parts, refused)
@@ -297,10 +297,11 @@ def _capture(calls: Sequence[Fn], cycles: int, pool: Any) -> Fn:
     return graph.replay
 
 
-def _elapsed(replay: Fn) -> float:
+def elapsed_s(call: Fn) -> float:
+    """Seconds between an event before a call and one after it."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    replay()
+    call()
     end.record()
     end.synchronize()
     return max(float(start.elapsed_time(end)) / 1e3, 1e-6)

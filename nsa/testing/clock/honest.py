@@ -251,7 +251,7 @@ def change(sets: Sequence[Problem], contract: Contract | None) -> Fn:
 
     p = sets[0]
     if p.case.source in ("ranges", "blocks") and p.ranges.numel():
-        chosen = (p.ranges if p.block_indices is None else p.block_indices).clone()
+        chosen = p.chosen.clone()
         chosen[(..., 0, slice(None)) if p.block_indices is None else (..., 0)] = 0 if p.block_indices is None else -1
         other = arranged(p.choosing(chosen), contract)
         put(p.block_indices, other.block_indices)  # all buffer sets share a selection

@@ -23,7 +23,7 @@ from nsa.testing.clock.guard import Ceilings, detectable, guard
 from nsa.testing.clock.timing import Fn, InvalidMeasurement, Timing, time_host
 from nsa.testing.contestants.contract import Contestant
 from nsa.testing.judge.conduct import untouched
-from nsa.testing.judge.forward import Oracle, Result, assert_parity, mean_abs_error
+from nsa.testing.judge.forward import Oracle, Result, assert_parity, largest, mean_abs_error
 from nsa.testing.machine import commit, device_name, triton_version
 from nsa.testing.matrix.problem import Problem
 
@@ -259,13 +259,9 @@ def _read(
     impl, want = impls[name], outputs[name]
     if impl.other is not None:  # it may leave parts of its output as they are
         return impl.other.check(sets[0], kept[0].output)
-    honest.same(name, kept, want, max(limit, 16 * torch.finfo(want.dtype).eps * _peak(want)))
+    honest.same(name, kept, want, max(limit, 16 * torch.finfo(want.dtype).eps * largest(want)))
     if name == next(iter(impls)):
         honest.again(name, rotations[name], sets, impl.contract, limit, replay)
-
-
-def _peak(x: Tensor) -> float:
-    return float(x.abs().max()) if x.numel() else 0.0
 
 
 def _packing(sets: list[Problem]) -> dict[str, list[Any]]:

@@ -21,12 +21,12 @@ from torch import Tensor
 import nsa
 from nsa.call import Call
 from nsa.plain.oracle import selection_reference
-from nsa.testing.clock.cuda import EVENT_TICK_S
+from nsa.testing.clock.cuda import EVENT_TICK_S, elapsed_s
 from nsa.testing.clock.guard import Ceilings, guard
 from nsa.testing.clock.measure import why_not
 from nsa.testing.clock.timing import LEAST, Fn, Timing, in_turn, once_if_unmeasured
 from nsa.testing.contestants import prefill
-from nsa.testing.contestants.peers import FLA, call_fla, fla_supports, installed
+from nsa.testing.contestants.peers import FLA, call_fla, fla_supports, functions
 from nsa.testing.judge.forward import describe, some_queries
 from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.problem import Problem
@@ -78,11 +78,10 @@ def ours(backend: str = "triton") -> Trainee:
 def beside() -> tuple[Trainee, ...]:
     """The comparators: dense causal attention by cuDNN and flash, and fla-core if it is installed."""
     found = [Trainee(name, _dense(name), prefill.plain, selects=False) for name in prefill.BACKENDS]
-    function = getattr(installed(FLA), "ParallelNSAFunction", None)
-    if function is not None:
+    if of_fla := functions(FLA, "ParallelNSAFunction"):
 
         def fla(p: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            o = call_fla(function.apply, p, q, k, v, None)
+            o = call_fla(of_fla[0].apply, p, q, k, v, None)
             assert isinstance(o, Tensor)
             return o
 
@@ -222,13 +221,8 @@ def _time(calls: dict[str, Fn], p: Problem, iters: int, warmup: int, budget_s: f
 
 def event_s(call: Fn, lead_cycles: int = LEAD_CYCLES) -> float:
     """Seconds that a call takes on the GPU. lead_cycles: for which the GPU waits, while the host queues the call."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(lead_cycles)
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
+    return elapsed_s(call)
 
 
 def host_s(call: Fn) -> float:
@@ -287,18 +281,17 @@ def _first_block(p: Problem, do: Tensor, head: int) -> tuple[Tensor, Tensor]:
     o, lse = nsa.selection_attention(p.q, p.k, p.v, **p.selection, return_lse=True)
     heads = slice(head * p.case.H, (head + 1) * p.case.H)
     K, V = (x[:, : p.block_size, head].double() for x in (p.k, p.v))
-    scale = p.scale or p.case.D**-0.5
     dk, dv = torch.zeros_like(K), torch.zeros_like(V)
     key = torch.arange(K.shape[1], device=K.device)
     for some in torch.arange(p.q.shape[1], device=K.device).split(8192):
         q, grad, out = (x[:, some, heads].double() for x in (p.q, do, o))
         times = (p.block_indices[:, some, head] == 0).sum(-1).double()  # [B, s]: how often each row lists the block
         seen = key <= p.positions().view(p.q.shape[:2])[:, some, None] if p.causal else key >= 0
-        weights = torch.exp(torch.einsum("bsgd,bkd->bsgk", q, K) * scale - lse[:, some, heads, None].double())
+        weights = torch.exp(torch.einsum("bsgd,bkd->bsgk", q, K) * p.softmax_scale - lse[:, some, heads, None].double())
         weights = weights.masked_fill(~seen.expand(*times.shape, -1)[:, :, None], 0.0) * times[..., None, None]
         ds = weights * (torch.einsum("bsgd,bkd->bsgk", grad, V) - (grad * out).sum(-1, keepdim=True))
         dv += torch.einsum("bsgk,bsgd->bkd", weights, grad)
-        dk += torch.einsum("bsgk,bsgd->bkd", ds, q) * scale
+        dk += torch.einsum("bsgk,bsgd->bkd", ds, q) * p.softmax_scale
     return dk, dv
 
 

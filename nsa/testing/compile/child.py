@@ -26,13 +26,13 @@ from nsa.settings import Settings
 from nsa.testing.compile.budgets import FEW, Compiled
 from nsa.testing.compile.matrix import OVERHEARD, minor
 from nsa.testing.compile.points import ARCHITECTURES, Architecture, Point, points
+from nsa.testing.matrix.case import DTYPES
 
 DESCRIPTOR = re.compile(r"(?:or\.b64|add\.s64)\s+%rd\d+, (%rd\d+), (-?\d{18,20});")
 """An address and the constant added to it. Bits 62 and 63 of the constant say how the matrix is swizzled."""
 
 DECLARED = re.compile(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]")
 """Statically sized shared memory, which lies before the dynamically sized one."""
-
 
 PLACE = re.compile(r"\s*(?:/\*([0-9a-f]{4,})\*/|(\.LBB\w+):)")
 """An address in NVIDIA's assembly, or a label in AMD's, where a branch may lead."""
@@ -79,11 +79,16 @@ def main(name: str, extent: str) -> None:
         _call(point)
         if len(launches.variants) == before:
             raise RuntimeError(f"expected {point.id} to launch a kernel")
-        fresh = list({kernel.hash: kernel for kernel in launches.kernels if kernel.hash not in seen}.values())
-        for i, kernel in enumerate(fresh):
-            report = launches.reports[i] if len(launches.reports) == len(fresh) else None
-            print(json.dumps(dataclasses.asdict(_describe(architecture, point, kernel, report))), flush=True)
-        seen.update(kernel.hash for kernel in fresh)
+        tell(architecture, point.id, launches, seen)
+
+
+def tell(architecture: Architecture, id: str, launches: Launches, seen: set[str]) -> None:
+    """Print a line for each kernel that a point compiled first, and add it to `seen`, the hashes of earlier ones."""
+    fresh = list({kernel.hash: kernel for kernel in launches.kernels if kernel.hash not in seen}.values())
+    for i, kernel in enumerate(fresh):
+        report = launches.reports[i] if len(launches.reports) == len(fresh) else None
+        print(json.dumps(dataclasses.asdict(_describe(architecture, id, kernel, report))), flush=True)
+    seen.update(kernel.hash for kernel in fresh)
 
 
 def cover(variants: Sequence[frozenset[tuple[str, ...]]]) -> set[int]:
@@ -106,7 +111,7 @@ def _call(point: Point) -> None:
 
     schedule = next((name for name in point.options if name in OF_SCHEDULE), SERVES_ALL.name)
     family = OF_SCHEDULE[schedule]
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[point.dtype]
+    dtype = DTYPES[point.dtype]
     index = torch.int64 if "int64" in point.options else torch.int32
 
     def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -124,28 +129,23 @@ def _call(point: Point) -> None:
         lead, cache = (rows,), (rows * point.L,)
         tensors["cu_seqlens_k"] = sequences
     else:
-        lead = (rows,) if "cu_seqlens" in point.options else (1, rows)
+        page = next((int(option.removeprefix("page")) for option in point.options if option.startswith("page")), 0)
+        cached = bool(page) or "cache" in point.options
+        B = 1 if not cached else rows if family is SERVES_ALL else 2
+        lead = (rows,) if {"cu_seqlens", "ragged"} & set(point.options) else (B, rows // B)
         cache = (*lead[:-1], max(rows, 8192), HKV)
+        if "cu_seqlens" in point.options:
+            tensors.update(cu_seqlens_q=sequences, cu_seqlens_k=sequences)
+        if cached:
+            cache = (B * (65536 // page), page, HKV) if page else (B, 65536, HKV)
+            tensors["cache_seqlens"] = meta(B, dtype=torch.int32)
+            tensors["block_table"] = meta(B, 65536 // page, dtype=torch.int32) if page else None
+        if "ragged" in point.options:
+            tensors["cu_seqlens_q"] = meta(B + 1, dtype=torch.int32)
         if point.source == "ranges":
             tensors["ranges"] = meta(*lead, HKV, point.n, 2, dtype=index)
         else:
             tensors["block_indices"], block_size = meta(*lead, HKV, point.n, dtype=index), point.L // point.n
-        if "cu_seqlens" in point.options:
-            tensors.update(cu_seqlens_q=sequences, cu_seqlens_k=sequences)
-        paged = [int(option.removeprefix("page")) for option in point.options if option.startswith("page")]
-        if paged or "cache" in point.options:
-            width = 65536 // paged[0] if paged else 0
-            B = rows if family is SERVES_ALL else 2
-            lead = (B, rows // B)
-            cache = (B * width, paged[0], HKV) if paged else (B, 65536, HKV)
-            name = "ranges" if point.source == "ranges" else "block_indices"
-            tensors[name] = meta(*lead, *tensors[name].shape[2:], dtype=index)
-            tensors["cache_seqlens"] = meta(B, dtype=torch.int32)
-            tensors["block_table"] = meta(B, width, dtype=torch.int32) if paged else None
-            if "ragged" in point.options:
-                lead = (rows,)
-                tensors[name] = meta(*lead, *tensors[name].shape[2:], dtype=index)
-                tensors["cu_seqlens_q"] = meta(B + 1, dtype=torch.int32)
         if "q_positions" in point.options:
             tensors["q_positions"] = meta(*lead, dtype=torch.int64)
     q, k, v = meta(*lead, HKV * G, D), meta(*cache, D), meta(*cache, Dv)
@@ -231,9 +231,9 @@ class _AbsentGPU:
         return 0
 
 
-def _describe(architecture: Architecture, point: Point, kernel: Any, report: str | None) -> Compiled:
+def _describe(architecture: Architecture, id: str, kernel: Any, report: str | None) -> Compiled:
     if architecture.backend == "hip":
-        return _describe_amd(point, kernel)
+        return _describe_amd(id, kernel)
     registers = local = in_loop = None
     if minor() >= OVERHEARD:
         if report is None:
@@ -245,7 +245,7 @@ def _describe(architecture: Architecture, point: Point, kernel: Any, report: str
     early = bool(getattr(kernel.metadata, "launch_pdl", False))
     first = re.search(r"griddepcontrol\.wait|\b(ld|st|atom|red)\.\S*global|cp\.async\.c[ag]\b", ptx)
     return Compiled(
-        point.id,
+        id,
         kernel.metadata.name,
         kernel.metadata.shared,
         registers,
@@ -319,7 +319,7 @@ def askew(ptx: str) -> bool:
     return ("wgmma" in ptx or "tcgen05" in ptx) and before % PATTERN_BYTES != 0
 
 
-def _describe_amd(point: Point, kernel: Any) -> Compiled:
+def _describe_amd(id: str, kernel: Any) -> Compiled:
     """Read the metadata of the code object."""
     text = kernel.asm["amdgcn"]
     shared = max(kernel.metadata.shared, _number(r"\.group_segment_fixed_size: +(\d+)", text))
@@ -327,7 +327,7 @@ def _describe_amd(point: Point, kernel: Any) -> Compiled:
     local = _number(r"\.private_segment_fixed_size: +(\d+)", text)
     mma = "v_mfma" in text
     name, threads = kernel.metadata.name, 64 * kernel.metadata.num_warps
-    return Compiled(point.id, name, shared, registers, local, looped(text), threads, mma, False, False, False)
+    return Compiled(id, name, shared, registers, local, looped(text), threads, mma, False, False, False)
 
 
 def _number(words: str, report: str) -> int:

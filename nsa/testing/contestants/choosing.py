@@ -13,7 +13,7 @@ from torch import Tensor
 from nsa.selecting.request import Request
 from nsa.testing.clock.timing import Fn
 from nsa.testing.contestants.contract import Contestant
-from nsa.testing.contestants.peers import installed, this_version
+from nsa.testing.contestants.peers import functions, this_version
 from nsa.testing.matrix.selecting import as_request, positions, seen
 
 DENSE_SCORES = 2**28  # that stand in memory at a time in `dense`
@@ -111,11 +111,10 @@ DENSE = Comparator("dense_topk", lambda q, k, how: functools.partial(dense, q, k
 
 def vllm() -> list[Comparator]:
     """vLLM's kernels for MiniMax-M3, if they can be imported here."""
-    module = installed(VLLM)
-    names = ("minimax_m3_index_score", "minimax_m3_index_topk", "minimax_m3_index_decode")
-    if module is None or not all(hasattr(module, name) for name in names):
+    found = functions(VLLM, "minimax_m3_index_score", "minimax_m3_index_topk", "minimax_m3_index_decode")
+    if not found:
         return []
-    score, topk, decode = (getattr(module, name) for name in names)
+    score, topk, decode = found
 
     def prepare(q: Tensor, k: Tensor, how: dict[str, Any]) -> Fn:
         r = as_request(q, k, how)

@@ -7,6 +7,7 @@ kernel is judged on what it promises, and the verdict lists what it does not pro
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -193,7 +194,7 @@ class Contestant:
     def run_counted(self, p: Problem, return_lse: bool = False) -> tuple[Result, Counter[str]]:
         """Run, with an output full of NaN if the call takes `out`, and count launches of our kernels."""
         before = nsa.kernels.launches.copy()
-        out = p.poisoned() if self.poison else None
+        out = p.q.new_full((*p.q.shape[:-1], p.case.Dv), math.nan) if self.poison else None
         with poisoned_workspace() if self.route in ("key_major", "union", "small_blocks") else contextlib.nullcontext():
             result = self.run(p, return_lse and self.lse, out)
         if out is not None:

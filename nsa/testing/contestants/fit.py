@@ -127,12 +127,13 @@ def arranged(p: Problem, contract: Contract | None) -> Problem:
     """The problem with a selection that meets the contract's needs."""
     if contract is None or not contract.needs or p.case.source in ("rows", "varlen"):
         return p
-    return with_limit(p, contract, _limits(p))
+    return with_limit(p, contract, bounds(p)[2].view(p.q.shape[:-2]))
 
 
 def with_limit(p: Problem, contract: Contract, limit: Tensor) -> Problem:
-    """As `arranged`, where `limit [..., HKV, 1]` is one past the last key that a row may see."""
+    """As `arranged`, where `limit [...]` is one past the last key that a query may see."""
     needs, blocks = set(contract.needs), p.block_indices
+    limit = limit[..., None, None].expand(*limit.shape, p.ranges.shape[-3], 1)
     if "one list" in needs:  # that of the first KV head
         p = dataclasses.replace(p, ranges=p.ranges[..., :1, :, :].expand_as(p.ranges))
         blocks = None if blocks is None else blocks[..., :1, :].expand_as(blocks)
@@ -141,12 +142,6 @@ def with_limit(p: Problem, contract: Contract, limit: Tensor) -> Problem:
         return dataclasses.replace(p, ranges=spans.to(p.ranges.dtype), block_indices=None, block_size=None)
     assert p.block_size is not None
     return p.choosing(_arranged_blocks(blocks.to(torch.int64), limit, p.block_size, needs))
-
-
-def _limits(p: Problem) -> Tensor:
-    """`[..., HKV, 1]` int64: one past the last key that each row may see."""
-    limit = bounds(p)[2].view(p.q.shape[:-2])
-    return limit[..., None, None].expand(*limit.shape, p.ranges.shape[-3], 1)
 
 
 def _arranged_blocks(blocks: Tensor, limit: Tensor, size: int, needs: set[str]) -> Tensor:

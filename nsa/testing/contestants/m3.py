@@ -24,7 +24,7 @@ def arguments(p: Problem, make: Callable[[Problem], Combined] = combined) -> dic
     """Our arguments for the whole batch in one call; `cu_seqlens_q` among them if it is ragged."""
     cache = p.derived(make)
     found = {"q": p.q, "k_cache": cache.k, "v_cache": cache.v, **cache.arguments, "causal": p.causal, "scale": p.scale}
-    found |= {"block_indices": p.block_indices, "block_size": p.block_size, "max_selected": p.case.L}
+    found |= p.picked | {"max_selected": p.case.L}
     found |= {"cu_seqlens_q": p.cu_seqlens, "max_seqlen_q": max(p.case.seqlens)} if p.case.seqlens else {}
     return found | {"backend": "triton"}
 
@@ -48,7 +48,7 @@ def _apart(p: Problem, return_lse: bool, out: Tensor | None) -> Tensor:
     o = p.q.new_empty(*p.q.shape[:-1], p.case.Dv) if out is None else out
     scales = {name: x for name, x in cache.arguments.items() if name.endswith("scale")}
     for group in groups(p.case):
-        where = group.sequences
+        where = slice(group.first, group.first + group.B)
         nsa.selection_attention_with_kvcache(
             group.of(q), cache.k, cache.v, **scales,
             cache_seqlens=cache.cache_seqlens[where], block_table=cache.block_table[where],

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import math
 import os.path
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ from nsa.testing.contestants import selectors, traces
 from nsa.testing.contestants.contract import Contestant, Contract, Declared
 from nsa.testing.judge.conduct import untouched
 from nsa.testing.judge.forward import Oracle, assert_parity
+from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.problem import Problem
 
 ARGUMENTS = {
@@ -131,14 +133,12 @@ def of_function(name: str, f: Callable[..., Any], contract: Contract, declared: 
 
 def _of(p: Problem, takes: tuple[str, ...]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """q, k and v, and the other arguments of a problem's call."""
-    how: dict[str, Any] = {"scale": p.case.D**-0.5 if p.scale is None else p.scale}
+    how: dict[str, Any] = {"scale": p.softmax_scale}
     if takes[0] == "rows":
         return tuple(p.rows[:3]), how
     if takes[0] == "varlen":
         return tuple(p.varlen[:3]), how | {"cu_seqlens": p.varlen.cu_seqlens}
-    blocks = {"block_indices": p.block_indices, "block_size": p.block_size}
-    blocks = blocks if "blocks" in takes and p.block_indices is not None else {"ranges": p.ranges}
-    return (p.q, p.k, p.v), p.common | how | blocks
+    return (p.q, p.k, p.v), p.common | how | (p.picked if "blocks" in takes else {"ranges": p.ranges})
 
 
 def _chosen(passed: frozenset[str], given: dict[str, Any]) -> dict[str, Any]:
@@ -174,19 +174,15 @@ def _named(name: str, f: Callable[..., Any], words: Any) -> frozenset[str]:
 
 def _check(name: str, f: Callable[..., Any], contract: Contract, passed: frozenset[str]) -> None:
     """Raises ValueError if a contract promises something for which the signature has no argument."""
-    needed = {"ranges": "ranges", "blocks": "block_indices", "varlen": "cu_seqlens"}
-    missing = [needed[source] for source in contract.takes if source in needed and needed[source] not in passed]
-    if not {"rows", "varlen"} & set(contract.takes):
-        missing += ["causal"] * (len(contract.causal) > 1 and "causal" not in passed)
-        missing += ["cu_seqlens"] * (contract.sequences and "cu_seqlens" not in passed)
-        missing += ["q_positions"] * (contract.positions and "q_positions" not in passed)
-    missing += ["cache_seqlens"] * (bool(contract.caches) and "cache_seqlens" not in passed)
-    missing += ["block_table"] * ("pages" in contract.caches and "block_table" not in passed)
-    missing += ["cu_seqlens_q"] * (contract.ragged and "cu_seqlens_q" not in passed)
-    missing += [x for x in ("k_scale", "v_scale") if contract.fp8 and x not in passed]
-    if "scale" not in passed and "default scale" not in contract.needs:
-        missing.append("scale")
-    if missing:
+    of_source = {"ranges": "ranges", "blocks": "block_indices", "varlen": "cu_seqlens"}
+    packed = bool({"rows", "varlen"} & set(contract.takes))
+    needed = [(of_source[source], True) for source in contract.takes if source in of_source] + [
+        ("causal", len(contract.causal) > 1 and not packed), ("cu_seqlens", contract.sequences and not packed),
+        ("q_positions", contract.positions and not packed), ("cache_seqlens", bool(contract.caches)),
+        ("block_table", "pages" in contract.caches), ("cu_seqlens_q", contract.ragged),
+        ("k_scale", contract.fp8), ("v_scale", contract.fp8), ("scale", "default scale" not in contract.needs),
+    ]  # fmt: skip
+    if missing := [name for name, promised in needed if promised and name not in passed]:
         raise ValueError(
             f"--nsa-impl {name}: the contract needs an argument {' and '.join(map(repr, missing))}\n"
             f"its signature is {inspect.signature(f)}: name the argument, or promise less (nsa.testing.contestant)"
@@ -233,6 +229,17 @@ def unsupported(what: str, error: NotImplementedError) -> NoReturn:
     import pytest  # here, because `calibrate` imports this module without pytest
 
     raise pytest.skip.Exception(f"unsupported: {what}: {error}") from error
+
+
+@contextlib.contextmanager
+def skipping(impl: Contestant, case: Case) -> Iterator[None]:
+    """Skips the test of a case that a kernel without a declared contract does not take."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if impl.declared:
+            raise
+        unsupported(case.id, error)
 
 
 def prove(impl: Contestant, p: Problem, oracle: Oracle, wanted: str) -> Any:

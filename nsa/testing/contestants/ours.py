@@ -127,10 +127,9 @@ def kvcache(page_size: int | None) -> Contestant:
 
     def call(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
         cache = p.derived(caches.maker(page_size))
-        how: dict[str, Any] = {"block_indices": p.block_indices, "block_size": p.block_size}
-        how = {"ranges": p.ranges} if p.block_indices is None else how
+        how = p.picked | cache.arguments
         how |= {"causal": p.causal, "scale": p.scale, "max_selected": p.case.L, "return_lse": return_lse, "out": out}
-        return nsa.selection_attention_with_kvcache(p.q, cache.k, cache.v, **cache.arguments, **how, backend="triton")
+        return nsa.selection_attention_with_kvcache(p.q, cache.k, cache.v, **how, backend="triton")
 
     def supports(case: Case) -> str | None:
         if case.seqlens or case.positions or case.source not in ("blocks", "ranges"):

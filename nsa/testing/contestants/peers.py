@@ -45,6 +45,12 @@ def installed(module: str) -> Any:
         return None
 
 
+def functions(module: str, *names: str) -> list[Any]:
+    """The functions of these names; none if the module cannot be imported here, or lacks one of them."""
+    found = [getattr(installed(module), name, None) for name in names]
+    return [] if None in found else found
+
+
 @contextlib.contextmanager
 def this_version() -> Iterator[None]:
     """Raises NotImplementedError where a peer of another version has other arguments or names."""
@@ -56,11 +62,8 @@ def this_version() -> Iterator[None]:
 
 def peers() -> dict[str, Contestant]:
     """The peers that can be imported here, by name."""
-    found: dict[str, Contestant] = {}
-    forward = getattr(installed(FLA), "parallel_nsa_fwd", None)
-    if forward is not None:
-        found["fla"] = Contestant("fla", _fla(forward), supports=fla_supports)
-    return found
+    found = functions(FLA, "parallel_nsa_fwd")
+    return {"fla": Contestant("fla", _fla(*found), supports=fla_supports)} if found else {}
 
 
 _tuned: dict[str, tuple[torch.Size, ...]] = {}
@@ -91,7 +94,7 @@ def call_fla(function: Callable[..., Any], p: Problem, q: Tensor, k: Tensor, v: 
     """Call a function of fla-core, tuned for these shapes. rest: arguments after the scale."""
     tune_for(FLA, q, k)
     with this_version():
-        return function(q, k, v, p.block_indices, p.case.n, p.block_size, p.scale or p.case.D**-0.5, *rest)
+        return function(q, k, v, p.block_indices, p.case.n, p.block_size, p.softmax_scale, *rest)
 
 
 def _fla(forward: Callable[..., tuple[Tensor, Tensor]]) -> Any:
@@ -116,10 +119,8 @@ def fla_supports(case: Case) -> str | None:
 
 def xunhao() -> dict[str, Contestant]:
     """XunhaoLai's kernel, if it can be imported here. It is timed beside the prompt of MiniMax-M3 alone."""
-    function = getattr(installed(XUNHAO), "topk_sparse_attention", None)
-    if function is None:
-        return {}
-    return {"xunhao": Contestant("xunhao", _xunhao(function), supports=xunhao_supports, lse=False)}
+    found = functions(XUNHAO, "topk_sparse_attention")
+    return {"xunhao": Contestant("xunhao", _xunhao(*found), supports=xunhao_supports, lse=False)} if found else {}
 
 
 def xunhao_supports(case: Case) -> str | None:
@@ -154,12 +155,8 @@ def padding_last(p: Problem) -> Tensor:
 
 def vllm() -> dict[str, Contestant]:
     """vLLM's kernels for MiniMax-M3 over the caches of `matrix/m3.py`, if they can be imported here."""
-    module = installed(VLLM)
-    names = ("minimax_m3_sparse_attn", "minimax_m3_sparse_attn_decode")
-    if module is None or not all(hasattr(module, name) for name in names):
-        return {}
-    call = _vllm(*(getattr(module, name) for name in names))
-    return {"vllm": Contestant("vllm", call, supports=vllm_supports, lse=False)}
+    found = functions(VLLM, "minimax_m3_sparse_attn", "minimax_m3_sparse_attn_decode")
+    return {"vllm": Contestant("vllm", _vllm(*found), supports=vllm_supports, lse=False)} if found else {}
 
 
 def vllm_supports(case: Case) -> str | None:
@@ -208,7 +205,7 @@ def vllm_arguments(p: Problem) -> list[tuple[slice, dict[str, Any]]]:
             "block_table": cache.block_table[mine],
             "seq_lens": lengths,
             "num_kv_heads": p.case.HKV,
-            "sm_scale": p.scale or p.case.D**-0.5,
+            "sm_scale": p.softmax_scale,
             **(chunk if step is None else {"decode_query_len": step}),
             **scales,
         }))  # fmt: skip
@@ -217,8 +214,8 @@ def vllm_arguments(p: Problem) -> list[tuple[slice, dict[str, Any]]]:
 
 def vllm_qsa() -> dict[str, Contestant]:
     """vLLM's kernel for QSA over the caches of `matrix/m3.py`, if it can be imported here."""
-    function = getattr(installed(QSA), "qsa_sparse_paged_attention", None)
-    return {} if function is None else {"vllm": Contestant("vllm", call_qsa(function), lse=False)}
+    found = functions(QSA, "qsa_sparse_paged_attention")
+    return {"vllm": Contestant("vllm", call_qsa(*found), lse=False)} if found else {}
 
 
 def call_qsa(function: Callable[..., Tensor]) -> Any:
@@ -226,10 +223,8 @@ def call_qsa(function: Callable[..., Tensor]) -> Any:
 
     def call(p: Problem, return_lse: bool, out: Tensor | None) -> Tensor:
         o = torch.empty_like(p.q) if out is None else out
-        try:
+        with this_version():
             function(**p.derived(qsa_arguments), out=o.flatten(0, -3))
-        except (TypeError, AttributeError) as error:
-            raise NotImplementedError(f"another version: {type(error).__name__}: {error}") from error
         return o
 
     return call

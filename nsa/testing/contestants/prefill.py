@@ -25,8 +25,7 @@ from nsa.testing.matrix.problem import Problem
 
 BACKENDS = {"dense_cudnn": SDPBackend.CUDNN_ATTENTION, "dense_flash": SDPBackend.FLASH_ATTENTION}
 SCHEDULES = ("query_major", "key_major")
-NAMES = {"cudnn": "dense_cudnn", "flash": "dense_flash", "fla": "fla", "query_major": "query_major"}
-NAMES |= {"key_major": "key_major"}
+NAMES = {"cudnn": "dense_cudnn", "flash": "dense_flash"} | {name: name for name in ("fla", *SCHEDULES)}
 """The comparators of a prefill, by the word in the name of their fact, `speedup_vs_<word>`."""
 Geometry = tuple[str, int, int, int, int, str]  # backend, heads, head dims, dtype
 

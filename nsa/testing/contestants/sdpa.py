@@ -28,7 +28,7 @@ def _rows_sdpa(layout: str, backend: SDPBackend | None) -> Call:
     def call(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
         Q, K, V, _ = p.rows
         with sdpa_kernel(backend) if backend is not None else contextlib.nullcontext():
-            return sdpa_rows(Q, K, V, None, p.scale or p.case.D**-0.5, layout)
+            return sdpa_rows(Q, K, V, None, p.softmax_scale, layout)
 
     return call
 
@@ -54,7 +54,7 @@ def _select_heads(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
         p.extra["select"] = (index * HKV + head).flatten(), index.shape
     index, shape = p.extra["select"]
     K, V = (x.reshape(-1, x.shape[-1]).index_select(0, index).view(*shape, -1) for x in (p.k, p.v))
-    return sdpa_rows(p.q.reshape(-1, p.case.H, p.case.D), K, V, None, p.scale or p.case.D**-0.5, "heads_as_queries")
+    return sdpa_rows(p.q.reshape(-1, p.case.H, p.case.D), K, V, None, p.softmax_scale, "heads_as_queries")
 
 
 def _index_select_heads(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
@@ -65,7 +65,7 @@ def _index_select_heads(p: Problem, return_lse: bool, out: Tensor | None) -> Any
     head = torch.arange(index.shape[0], device=index.device)[:, None] % HKV
     flat = (index * HKV + head).flatten()
     K, V = (x.reshape(-1, x.shape[-1]).index_select(0, flat).view(*index.shape, -1) for x in (p.k, p.v))
-    return sdpa_rows(p.q.reshape(-1, p.case.H, p.case.D), K, V, mask, p.scale or p.case.D**-0.5, "heads_as_queries")
+    return sdpa_rows(p.q.reshape(-1, p.case.H, p.case.D), K, V, mask, p.softmax_scale, "heads_as_queries")
 
 
 def _row_loop(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
@@ -85,21 +85,20 @@ def _row_loop(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
     return result
 
 
+LAYOUTS: dict[str, tuple[str, SDPBackend | None]] = {
+    "expanded_flash": ("expanded", SDPBackend.FLASH_ATTENTION),
+    "heads_as_queries_flash": ("heads_as_queries", SDPBackend.FLASH_ATTENTION),
+    "heads_as_queries_cudnn": ("heads_as_queries", SDPBackend.CUDNN_ATTENTION),
+    "heads_as_queries_efficient": ("heads_as_queries", SDPBackend.EFFICIENT_ATTENTION),
+    "enable_gqa": ("enable_gqa", None),
+}
+OF_GPUS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+
+
 def packed_layouts(device: torch.device) -> dict[str, Contestant]:
     """SDPA over rows already packed, in each layout and backend of this kind of device."""
-    flash, cudnn, efficient = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
-    layouts: list[tuple[str, str, SDPBackend | None]] = [
-        ("expanded_flash", "expanded", flash),
-        ("heads_as_queries_flash", "heads_as_queries", flash),
-        ("enable_gqa", "enable_gqa", None),
-    ]
-    if device.type == "cuda":
-        layouts.insert(2, ("heads_as_queries_cudnn", "heads_as_queries", cudnn))
-        layouts.insert(3, ("heads_as_queries_efficient", "heads_as_queries", efficient))
-    return {
-        name: Contestant(name, _rows_sdpa(layout, backend), supports=_unequal, lse=False)
-        for name, layout, backend in layouts
-    }
+    here = {name: how for name, how in LAYOUTS.items() if device.type == "cuda" or how[1] not in OF_GPUS}
+    return {name: Contestant(name, _rows_sdpa(*how), supports=_unequal, lse=False) for name, how in here.items()}
 
 
 PACKED = Contestant("packed", _rows_sdpa("heads_as_queries", None), supports=_unequal, lse=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -77,12 +78,7 @@ class Selects(Contract):
         """The calls that a selector must get right."""
         dtypes = tuple(x for x in self.dtypes if not interpreted or x != "bf16") or self.dtypes
         every = (self._sized(drawn(seed, dtypes, self.scores)) for seed in range(TRIED))
-        found: list[Selecting] = []
-        for case in every:
-            found += [case] * self.has(case)
-            if len(found) == CASES:
-                break
-        return found
+        return list(itertools.islice(filter(self.has, every), CASES))
 
 
 def selector(**contract: Any) -> Callable[[Callable[..., Any]], Declared]:

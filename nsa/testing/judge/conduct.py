@@ -21,15 +21,12 @@ def tensors(given: Any, name: str = "") -> dict[str, Tensor]:
     """The tensors of a problem, a cache, a mapping or a tuple, by the names of their fields or keys."""
     if isinstance(given, Tensor):
         return {name: given}
-    found: dict[str, Tensor] = {}
+    parts: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
     if isinstance(given, tuple):
-        return {k: x for i, part in enumerate(given) for k, x in tensors(part, f"{name}[{i}]").items()}
-    if dataclasses.is_dataclass(given):
-        parts: Mapping[str, Any] = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
-    else:
-        parts = given if isinstance(given, Mapping) else {}
-    for word, part in parts.items():
-        found |= tensors(part, word)
+        parts = {f"{name}[{i}]": part for i, part in enumerate(given)}
+    elif dataclasses.is_dataclass(given):
+        parts = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+    found = {word: x for part_name, part in parts.items() for word, x in tensors(part, part_name).items()}
     if isinstance(given, Problem) and given.case.source == "varlen":
         found["cu_seqlens"] = given.varlen.cu_seqlens
     return found

@@ -113,7 +113,7 @@ def partial_blocks(e: Evidence) -> Iterator[Finding]:
         return place < keys - keys % size
 
     def rounded_up(rows: Tensor, size: int) -> Answer:
-        return e.answer(rows).beside((-e.oracle.seen.lengths[rows] % size).double().log()[:, None])
+        return e.right.pick(rows).beside((-e.oracle.seen.lengths[rows] % size).double().log()[:, None])
 
     for extent in _extents(e):
         for size in TILES:
@@ -181,8 +181,7 @@ def wrong_scales(e: Evidence) -> Iterator[Finding]:
 
 def _rounded_query(p: Problem, rows: Tensor) -> Answer:
     """The answer of a kernel that rounds `q` times the scale to 16 bits before it multiplies by `k`."""
-    scale = p.case.D**-0.5 if p.scale is None else p.scale
-    q = (p.q.float() * scale).to(p.q.dtype).double() / (scale or 1.0)
+    q = (p.q.float() * p.softmax_scale).to(p.q.dtype).double() / (p.softmax_scale or 1.0)
     return Reading(p.with_tensors(q, p.k, p.v), rows).attend()
 
 
@@ -223,9 +222,9 @@ def mixed_up(e: Evidence) -> Iterator[Finding]:
         own, other = member[rows], order[member[rows]]
         moved = rows + (other - own) * each
         if part == "qskv":
-            return e.answer(moved)
+            return e.right.pick(moved)
         k, v = (base[other if name in part else own] for name in "kv")
-        chosen = p.choosing((p.ranges if p.block_indices is None else p.block_indices)[order]) if "s" in part else p
+        chosen = p.choosing(p.chosen[order]) if "s" in part else p
         return Reading(chosen, moved if "q" in part else rows, rows, key_base=k, value_base=v).attend()
 
     here = torch.arange(len(base), device=base.device)
@@ -281,7 +280,7 @@ def _sink(text: str, e: Evidence, score: Tensor, weak: bool = False) -> Finding:
     by_row = score.view(-1, e.oracle.problem.case.H)  # [HKV, H]
 
     def answer(rows: Tensor) -> Answer:
-        right = e.answer(rows)
+        right = e.right.pick(rows)
         found = right.beside(by_row[rows % len(by_row)])
         if e.lse is None:
             return found

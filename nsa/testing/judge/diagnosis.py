@@ -153,20 +153,17 @@ def _prefix(e: Evidence) -> Iterator[Finding]:
     fitting = (error <= e.bound(total.nan_to_num(0.0))).nonzero()[:, 0].tolist()
     least = 2 * float(error.min())
 
-    def text(keys: int) -> str:
-        return f"reads only the first {keys} keys of a row"
+    def reads(keys: int) -> Finding:
+        return over_slots(f"reads only the first {keys} keys of a row", e, lambda r: r.slot < keys)
 
-    # With large scores, several numbers of keys may fit. Numbers found earlier come first, then round ones.
-    order = sorted(fitting, key=lambda i: (text(i + 1) not in e.known, float(error[i]) > least, -(i + 1 & -(i + 1)), i))
-    for keys in (i + 1 for i in order[:8]):
-        finding = over_slots(text(keys), e, partial(_before, keys))
+    def rank(i: int) -> tuple[bool, bool, int, int]:
+        """With large scores, several numbers of keys may fit. Numbers found earlier come first, then round ones."""
+        return reads(i + 1).text not in e.known, float(error[i]) > least, -(i + 1 & -(i + 1)), i
+
+    for finding in (reads(i + 1) for i in sorted(fitting, key=rank)[:8]):
         if e.fits(finding):
             yield Finding(finding.text)
             return
-
-
-def _before(keys: int, reading: Reading) -> Tensor:
-    return reading.slot < keys
 
 
 def _scale_or_sink(e: Evidence) -> Iterator[Finding]:
@@ -231,10 +228,7 @@ def _query_heads(e: Evidence) -> Iterator[Finding]:
     elif HKV > 1 and bool((source == head % HKV * G + head // HKV).all()):
         order = "[G, HKV] instead of [HKV, G]"
     answer = Answer(right.out[:, source].reshape(e.out.shape), right.lse[:, source].reshape(e.right.lse.shape))
-    yield Finding(
-        f"gives the answers of query heads in another order: {order}",
-        lambda rows: Answer(answer.out[rows], answer.lse[rows]),
-    )
+    yield Finding(f"gives the answers of query heads in another order: {order}", answer.pick)
 
 
 def _some_tokens(e: Evidence) -> Tensor:

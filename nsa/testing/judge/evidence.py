@@ -30,6 +30,10 @@ class Answer(NamedTuple):
     out: Tensor
     lse: Tensor
 
+    def pick(self, rows: Tensor) -> Answer:
+        """The answer of some rows."""
+        return Answer(self.out[rows], self.lse[rows])
+
     def beside(self, more: Tensor) -> Answer:
         """The answer with further keys of value 0. `more [N, H]` is the logarithm of the sum of their weights."""
         total = self.lse.logaddexp(more)
@@ -103,9 +107,8 @@ class Reading:
         """`[N, H, L]`, scaled; -inf in slots without a key."""
         p = self.p
         q = p.q.reshape(-1, p.case.H, p.case.D)[self.rows].double()
-        scale = p.case.D**-0.5 if p.scale is None else p.scale
         k = self._gather(p.k, self.key_head, self.key_base)
-        return (q @ k.mT * scale).masked_fill(~self.valid[:, None], -math.inf)
+        return (q @ k.mT * p.softmax_scale).masked_fill(~self.valid[:, None], -math.inf)
 
     @cached_property
     def values(self) -> Tensor:
@@ -195,10 +198,6 @@ class Evidence:
     @cached_property
     def _sampled(self) -> Reading:
         return Reading(self.oracle.seen, self.sample)
-
-    def answer(self, rows: Tensor) -> Answer:
-        """The right answer of some rows."""
-        return Answer(self.right.out[rows], self.right.lse[rows])
 
     def read(self, rows: Tensor) -> Reading:
         """The keys and values that rows of the right problem read."""

@@ -140,14 +140,14 @@ def one_by_one(p: Problem) -> float:
     Q, K, V, lengths = p.rows
     if not Q.shape[0] or not K.shape[1]:
         return 0.0
-    D, scale = Q.shape[-1], Q.shape[-1] ** -0.5 if p.scale is None else p.scale
+    scale = p.softmax_scale
     count = lengths[:, None, None]
     dot = Q @ K.mT  # [N, H, L]
     unused = torch.arange(K.shape[1], device=K.device) >= count
     P = (dot * scale).masked_fill(unused, -math.inf).softmax(-1).masked_fill(count == 0, 0.0)
     out = P @ V  # [N, H, Dv]
     # An error e of a score changes the output by P·e·(V - O). Errors of different scores are independent.
-    scores = P.square() * scale**2 * sum_variance(D, dot, Q.square() @ K.square().mT)
+    scores = P.square() * scale**2 * sum_variance(Q.shape[-1], dot, Q.square() @ K.square().mT)
     variance = scores @ V.square() - 2 * out * (scores @ V) + out.square() * scores.sum(-1, keepdim=True)
     variance += sum_variance(count, out, P.square() @ V.square())
     return math.sqrt(max(float(variance.max()), 0.0))
@@ -176,8 +176,7 @@ def lse_atol(p: Problem) -> float:
     """
     if not p.q.numel() or not p.k.numel():
         return 0.0
-    D = p.q.shape[-1]
-    scale = 1 / math.sqrt(D) if p.scale is None else abs(p.scale)
+    D, scale = p.q.shape[-1], abs(p.softmax_scale)
     q, k = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).nan_to_num(0.0, 0.0) for x in (p.q, p.k))
     norms = float(q.max()) * float(k.max())
     return 2.0**-23 * (D * scale * norms + 16 * (scale * norms + 16))

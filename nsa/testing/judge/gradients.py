@@ -76,7 +76,7 @@ def one_by_one(p: Problem, do: Tensor, o: Tensor, lse: Tensor, exact: Sequence[T
     by_head = (batches, -1, HKV, p.case.H)
     Q, dO, out, dQ = (x.detach().float().reshape(*by_head, x.shape[-1]) for x in (p.q, do, o, exact[0]))
     K, V, dK, dV = (x.detach().float().reshape(batches, -1, HKV, x.shape[-1]) for x in (p.k, p.v, *exact[1:]))
-    D, Dv, scale = Q.shape[-1], V.shape[-1], scale_of(p)
+    D, Dv, scale = Q.shape[-1], V.shape[-1], p.softmax_scale
     listed = multiplicity(p).float()[..., None, :]  # [B, S, HKV, 1, keys]
 
     def by_row(rows: Tensor, keys: Tensor) -> Tensor:  # [B, S, HKV, H, keys]
@@ -163,7 +163,7 @@ def mistake(which: str, got: Tensor, oracle: GradientOracle, bound: float) -> st
 def _mistaken(oracle: GradientOracle) -> dict[str, list[tuple[str, Tensor]]]:
     """Gradients in fp64 of kernels that do one thing wrong, by what they do."""
     p, (dq, dk, dv) = oracle.problem, oracle.exact
-    batches, HKV, H, scale = (p.k.shape[0] if p.k.dim() == 4 else 1), p.k.shape[-2], p.case.H, scale_of(p)
+    batches, HKV, H, scale = (p.k.shape[0] if p.k.dim() == 4 else 1), p.k.shape[-2], p.case.H, p.softmax_scale
     Q, dO, out = (x.detach().double().reshape(batches, -1, HKV, H, x.shape[-1]) for x in (p.q, oracle.do, oracle.o))
     K, V = (x.detach().double().reshape(batches, -1, HKV, x.shape[-1]) for x in (p.k, p.v))
     listed = multiplicity(p).double()[..., None, :]  # [B, S, HKV, 1, keys]
@@ -189,11 +189,6 @@ def _mistaken(oracle: GradientOracle) -> dict[str, list[tuple[str, Tensor]]]:
                 text = f"is of the {said} query head of each KV head alone"
                 found[name] += [(text, over_rows(weights, rows, slice(head, head + 1), x))]
     return found
-
-
-def scale_of(p: Problem) -> float:
-    """The factor of the scores."""
-    return p.q.shape[-1] ** -0.5 if p.scale is None else p.scale
 
 
 def _unread(p: Problem) -> tuple[Tensor, Tensor]:

@@ -122,22 +122,23 @@ def _rounding(row: Row, number: int, r: Request, score: float) -> float:
 
 def flawed(r: Request, token: int, flaw: str) -> list[list[int]]:
     """What a selector with one of :data:`FLAWS` lists for a token: the right blocks if the flaw changes nothing."""
+    other = r
     if flaw == "short" and r.cache_seqlens is not None:
-        return _lists(r._replace(cache_seqlens=r.cache_seqlens - 1), token)
-    if flaw == "one head" and r.G > 1:
+        other = r._replace(cache_seqlens=r.cache_seqlens - 1)
+    elif flaw == "one head" and r.G > 1:
         of_lists = r.q.unflatten(-2, (r.lists, r.G))[..., 0, :]
         weights = None if r.weights is None else r.weights.unflatten(-1, (r.lists, r.G))[..., 0]
         lse = None if r.lse is None else r.lse.unflatten(-1, (r.lists, r.G))[..., 0]
-        return _lists(r._replace(q=of_lists, weights=weights, lse=lse), token)
-    if flaw == "unweighted":
-        return _lists(r._replace(weights=None), token)
-    if flaw == "unforced":
-        return _lists(r._replace(first=0, newest=0), token)
-    if flaw == "other pages" and r.block_table is not None:
+        other = r._replace(q=of_lists, weights=weights, lse=lse)
+    elif flaw == "unweighted":
+        other = r._replace(weights=None)
+    elif flaw == "unforced":
+        other = r._replace(first=0, newest=0)
+    elif flaw == "other pages" and r.block_table is not None:
         width = r.block_table.shape[1]
         in_order = torch.arange(r.B * width, dtype=torch.int32).view(r.B, width).to(r.block_table.device)
-        return _lists(r._replace(block_table=in_order), token)
-    row = oracle.row_of(r, token)
+        other = r._replace(block_table=in_order)
+    row = oracle.row_of(other, token)
     if flaw == "ahead":
         return [[b + 1 for b in x] for x in row.choose(r.n).tolist()]
     if flaw == "upward":
@@ -147,11 +148,6 @@ def flawed(r: Request, token: int, flaw: str) -> list[list[int]]:
         return [_with_tail(sorted(len(row.scored) - 1 - b for b in x), row) for x in mirrored.tolist()]
     scores = _other_scores(r, token, flaw, row)
     return [_with_tail(x, row) for x in row._replace(scores=scores).choose(r.n).tolist()]
-
-
-def _lists(r: Request, token: int) -> list[list[int]]:
-    row = oracle.row_of(r, token)
-    return [_with_tail(x, row) for x in row.choose(r.n).tolist()]
 
 
 def _with_tail(blocks: list[int], row: Row) -> list[int]:
@@ -193,16 +189,10 @@ def diagnose(out: Tensor, r: Request, found: list[Finding]) -> str:
     rows = out.reshape(r.T, r.lists, -1).cpu().tolist()
     wrong = found[:32]
     for flaw, words in FLAWS.items():
-        explained = (_unpadded(rows[x.token][x.list]) == flawed(r, x.token, flaw)[x.list] for x in wrong)
-        if all(explained):
+        lists = ((rows[x.token][x.list], flawed(r, x.token, flaw)[x.list]) for x in wrong)
+        if all(got == listed + [-1] * (len(got) - len(listed)) for got, listed in lists):
             return words
     return f"no known mistake fits; {found[0].text}"
-
-
-def _unpadded(got: list[int]) -> list[int]:
-    """A list without the padding at its end."""
-    padding = next((i for i, b in enumerate(reversed(got)) if b != -1), len(got))
-    return got[: len(got) - padding]
 
 
 def assert_selection(out: Tensor, r: Request, name: str, integers: bool = False) -> None:

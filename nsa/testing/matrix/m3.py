@@ -86,19 +86,9 @@ class Group(NamedTuple):
     S: int
     S_kv: int
 
-    @property
-    def sequences(self) -> slice:
-        """Among the sequences of the batch."""
-        return slice(self.first, self.first + self.B)
-
-    @property
-    def tokens(self) -> slice:
-        """Among the tokens of the batch."""
-        return slice(self.token, self.token + self.B * self.S)
-
     def of(self, x: Tensor) -> Tensor:
         """The group's part of a tensor of all tokens, as a batch: `[B, S, ...]`."""
-        mine: Tensor = x[self.tokens].unflatten(0, (self.B, self.S))
+        mine: Tensor = x[self.token : self.token + self.B * self.S].unflatten(0, (self.B, self.S))
         return mine
 
 

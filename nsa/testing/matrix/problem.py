@@ -68,11 +68,19 @@ class Problem:
     @property
     def selection(self) -> dict[str, Any]:
         """The keywords of `nsa.selection_attention` for this problem."""
-        if self.block_indices is not None:
-            picked: dict[str, Any] = {"block_indices": self.block_indices, "block_size": self.block_size}
-        else:
-            picked = {"ranges": self.ranges}
-        return picked | self.common
+        return self.picked | self.common
+
+    @property
+    def picked(self) -> dict[str, Any]:
+        """Those that say which keys each row reads: blocks and their size, or ranges."""
+        if self.block_indices is None:
+            return {"ranges": self.ranges}
+        return {"block_indices": self.block_indices, "block_size": self.block_size}
+
+    @property
+    def chosen(self) -> Tensor:
+        """The selection as it is written: `block_indices`, or `ranges` if there are none."""
+        return self.ranges if self.block_indices is None else self.block_indices
 
     @property
     def common(self) -> dict[str, Any]:
@@ -83,6 +91,11 @@ class Problem:
             "cu_seqlens": self.cu_seqlens if self.cu_seqlens_k is None else self.cu_seqlens_pair,
             "scale": self.scale,
         }
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor of the scores: `scale`, or its default."""
+        return self.case.D**-0.5 if self.scale is None else self.scale
 
     @property
     def cu_seqlens_pair(self) -> tuple[Tensor, Tensor] | None:
@@ -222,18 +235,16 @@ class Problem:
 
         Of packed sequences, `positions` are tokens in rising order.
         """
-        if self.cu_seqlens_pair is not None:
-            cu_q, cu_k = self.cu_seqlens_pair
-            left = torch.searchsorted(positions, cu_q.to(positions.dtype)).to(cu_q.dtype)
-            blocks = None if self.block_indices is None else self.block_indices[positions]
-            return dataclasses.replace(
-                self, q=self.q[positions], ranges=self.ranges[positions], block_indices=blocks,
-                q_positions=self.positions()[positions], cu_seqlens=left, cu_seqlens_k=cu_k,
-            )  # fmt: skip
-        where = self.positions().view(self.q.shape[:2])[:, positions]
-        blocks = None if self.block_indices is None else self.block_indices[:, positions]
-        ranges = self.ranges[:, positions]
-        return dataclasses.replace(self, q=self.q[:, positions], ranges=ranges, block_indices=blocks, q_positions=where)
+        at = (slice(None), positions) if self.cu_seqlens_pair is None else (positions,)
+        blocks = None if self.block_indices is None else self.block_indices[at]
+        where = self.positions().view(self.q.shape[:-2])[at]
+        ranges = self.ranges[at]
+        fewer = dataclasses.replace(self, q=self.q[at], ranges=ranges, block_indices=blocks, q_positions=where)
+        if self.cu_seqlens_pair is None:
+            return fewer
+        cu_q, cu_k = self.cu_seqlens_pair
+        left = torch.searchsorted(positions, cu_q.to(positions.dtype)).to(cu_q.dtype)
+        return dataclasses.replace(fewer, cu_seqlens=left, cu_seqlens_k=cu_k)
 
     def positions(self) -> Tensor:
         """`[tokens]` int64: the position of each query among the keys of its sequence."""
@@ -248,10 +259,6 @@ class Problem:
     def unpack(self, rows: Tensor) -> Tensor:
         """`[N, H, …]` in row order (b, s, hkv) as `[B, S, HQ, …]`."""
         return rows.reshape(*self.q.shape[:-1], *rows.shape[2:])
-
-    def poisoned(self) -> Tensor:
-        """An output full of NaN, which shows what a kernel does not write."""
-        return self.q.new_full((*self.q.shape[:-1], self.case.Dv), float("nan"))
 
 
 def spans_of_blocks(blocks: Tensor, size: int) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from nsa.testing.matrix import m3
-from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.case import Case, batch
 from nsa.testing.matrix.m3 import LONG, K, Shape
 from nsa.testing.matrix.problem import Problem
 
@@ -19,10 +19,7 @@ SHARED = 0.9
 
 def case(B: int, S: int, S_kv: int, shared: float = 0.0) -> Case:
     """`S` queries of each of `B` sequences of `S_kv` keys."""
-    dist = "decode" if S == 1 else "prefill"
-    return Case(
-        12, 256, 256, 2052, B * S * 2, dist, "bf16", HKV=2, S=S, S_kv=S_kv, block_size=4, n=513, shared=shared
-    )  # fmt: skip
+    return batch(B, S, S_kv, HQ=24, HKV=2, D=256, n=513, size=4, shared=shared)
 
 
 def _named() -> dict[str, Shape]:

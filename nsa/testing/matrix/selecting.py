@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from nsa.selecting.request import Request, request
+from nsa.testing.matrix.case import DTYPES
 
 LAYOUTS = ("batch", "packed", "cache", "pages", "ragged")
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)

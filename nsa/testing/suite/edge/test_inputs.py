@@ -37,26 +37,21 @@ REPLACED = ("q", "k", "v", "ranges", "block_indices")
 Twist = Callable[[Problem], Problem]
 
 
-def chosen(p: Problem) -> Tensor:
-    """The problem's selection."""
-    return p.ranges if p.block_indices is None else p.block_indices
-
-
 def drawn(p: Problem, low: int, high: int, which: int) -> Tensor:
     """Random integers of the selection's shape. `which` selects the seed."""
     g = torch.Generator().manual_seed(p.seed + which)
-    return torch.randint(low, high, chosen(p).shape, generator=g).to(p.q.device)
+    return torch.randint(low, high, p.chosen.shape, generator=g).to(p.q.device)
 
 
 def nothing(p: Problem) -> Problem:
-    return p.choosing(torch.full_like(chosen(p), 5 if p.block_indices is None else -1))
+    return p.choosing(torch.full_like(p.chosen, 5 if p.block_indices is None else -1))
 
 
 def half_of_it(p: Problem) -> Problem:
     """Every other query selects nothing."""
     empty = nothing(p)
-    kept = chosen(p).clone()
-    kept[:, ::2] = chosen(empty)[:, ::2]
+    kept = p.chosen.clone()
+    kept[:, ::2] = empty.chosen[:, ::2]
     return p.choosing(kept)
 
 
@@ -70,12 +65,12 @@ def noise(p: Problem) -> Problem:
 
 def twice(p: Problem) -> Problem:
     """Every key is listed twice, and counts twice."""
-    return p.choosing(torch.cat((chosen(p), chosen(p)), -2 if p.block_indices is None else -1))
+    return p.choosing(torch.cat((p.chosen, p.chosen), -2 if p.block_indices is None else -1))
 
 
 def one_key(p: Problem) -> Problem:
     """The first key, which every query may see; for blocks, padding and then the first block."""
-    one = torch.zeros_like(chosen(p))
+    one = torch.zeros_like(p.chosen)
     if p.block_indices is None:
         one[..., 0, 1] = 1
     else:
@@ -101,12 +96,12 @@ def negative_scores(p: Problem) -> Problem:
 
 
 def no_queries(p: Problem) -> Problem:
-    short = p.choosing(chosen(p)[:, :0])
+    short = p.choosing(p.chosen[:, :0])
     return dataclasses.replace(short, q=p.q[:, :0])
 
 
 def no_sequences(p: Problem) -> Problem:
-    none = p.choosing(chosen(p)[:0])
+    none = p.choosing(p.chosen[:0])
     return dataclasses.replace(none, q=p.q[:0], k=p.k[:0], v=p.v[:0])
 
 
@@ -186,23 +181,19 @@ def test_keys_that_no_row_selects_may_be_nan(contestant, problem, wanted):
     prove(contestant, dataclasses.replace(p, k=k, v=v), Oracle.of(p), wanted)
 
 
-def own_memory(p: Problem) -> Problem:
-    own = {name: x.clone() for name in REPLACED for x in [getattr(p, name)] if x is not None}
-    return dataclasses.replace(p, **own)
-
-
 def remade(p: Problem, contract: Contract) -> Problem:
     """Other values in tensors of the same shapes."""
     other = p.with_tensors(p.q.flip(-1), p.k.roll(1, -1), p.v.flip(-1))
     if p.case.source in ("rows", "varlen"):
         return other
-    return arranged(other.choosing(chosen(p.case.make(p.q.device, p.seed + 1))), contract)
+    return arranged(other.choosing(p.case.make(p.q.device, p.seed + 1).chosen), contract)
 
 
 @contested(lambda impl: [(c, returns(impl)[-1]) for c in fitting(impl)], "wanted")
 def test_inputs_that_change_in_place(contestant, problem, wanted):
     """A kernel may not know a call again by its tensors' addresses, nor change a result that it returned."""
-    p = own_memory(problem)
+    own = {name: x.clone() for name in REPLACED if (x := getattr(problem, name)) is not None}
+    p = dataclasses.replace(problem, **own)
     now, results = problem, []
     for _ in range(CALLS):  # outputs may be taken from a ring of several
         try:
@@ -213,31 +204,28 @@ def test_inputs_that_change_in_place(contestant, problem, wanted):
             raise
         results.append((result, copied(result)))
         now = remade(now, contestant.contract)
-        for name in REPLACED:
-            if getattr(p, name) is not None:
-                getattr(p, name).copy_(getattr(now, name))
+        for name, x in own.items():
+            x.copy_(getattr(now, name))
     if not all(same_bits(result, kept) for result, kept in results):
         raise Wrong(f"{contestant.name}: a later call changed a result that was returned")
 
 
 @pytest.mark.skipif(current_lane() != "gpu", reason="streams need a GPU")
 @contested(lambda impl: [(case,) for case in fitting(impl)])
-def test_the_current_stream_is_waited_for(contestant, problem):
+def test_the_current_stream_is_waited_for(contestant, problem, oracle):
     """Inputs are written late, on the current stream. A kernel that is launched on another stream reads NaN."""
-    p = problem
-    oracle = Oracle.of(p)
-    prove(contestant, p, oracle, "O")  # compiles
-    late = dataclasses.replace(p, **{name: torch.full_like(getattr(p, name), math.nan) for name in "qkv"})
-    if p.case.source == "rows":
+    prove(contestant, problem, oracle, "O")  # compiles
+    late = dataclasses.replace(problem, **{name: torch.full_like(getattr(problem, name), math.nan) for name in "qkv"})
+    if problem.case.source == "rows":
         assert late.rows.K.isnan().all()  # makes the views here, because that synchronizes
-    stream = torch.cuda.Stream(p.q.device)
-    torch.cuda.synchronize(p.q.device)
+    stream = torch.cuda.Stream(problem.q.device)
+    torch.cuda.synchronize(problem.q.device)
     with torch.cuda.stream(stream):
         torch.cuda._sleep(100_000_000)
         for name in "qkv":
-            getattr(late, name).copy_(getattr(p, name))
+            getattr(late, name).copy_(getattr(problem, name))
         result = contestant.run(late)
     stream.synchronize()
     assert_parity(result, oracle, contestant.name)
     for name in "qkv":
-        assert same_bits(getattr(late, name), getattr(p, name)), f"{contestant.name}: wrote to its input {name}"
+        assert same_bits(getattr(late, name), getattr(problem, name)), f"{contestant.name}: wrote to its input {name}"

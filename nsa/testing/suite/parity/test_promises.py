@@ -168,11 +168,8 @@ def a_cache(contract, case, device, page, fp8, counts, turn):
     at = torch.cat([torch.arange(count) - count + length for length, count in ends]).view(B, S)
     keys = torch.cat([torch.full((count,), length) for length, count in ends]).view(B, S)
     limit = (at + 1 if case.causal else keys).clamp(min=0).to(device)
-    p = with_limit(p, contract, limit[..., None, None].expand(*limit.shape, case.HKV, 1))
-    q, chosen = p.q, {"ranges": p.ranges}
-    if p.block_indices is not None:
-        chosen = {"block_indices": p.block_indices, "block_size": p.block_size}
-    chosen |= {"causal": p.causal, "scale": case.D**-0.5}
+    p = with_limit(p, contract, limit)
+    q, chosen = p.q, p.picked | {"causal": p.causal, "scale": case.D**-0.5}
     if not counts:
         return (q, cache, chosen), caches.oracle(q, cache, **chosen)
     q, chosen = q[0], chosen | {name: chosen[name][0] for name in caches.PER_ROW if name in chosen}

@@ -1,7 +1,5 @@
 """Kernels beside SDPA in every layout: on a GPU by replaying CUDA graphs on cold buffers. Plain torch also on a CPU."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from nsa.testing.benchmarks import timed
 from nsa.testing.clock import timing
 from nsa.testing.clock.measure import measure
 from nsa.testing.contestants.fit import fitted
-from nsa.testing.contestants.named import unsupported
+from nsa.testing.contestants.named import skipping
 from nsa.testing.contestants.ours import OF, OURS
 from nsa.testing.contestants.peers import peers
 from nsa.testing.contestants.sdpa import END_TO_END, FROM_SPANS, PACKED, packed_layouts
@@ -62,14 +60,5 @@ def test_selection(contestant, problem, publish, machine_sampling):
         return result.ours, result.info(layouts, layouts if rows else END_TO_END if GPU else ends)
 
     name = f"{problem.case.dist}, {problem.case.source}" + ("" if mine else f", {contestant.name}")
-    publish(name, *once(contestant, problem, take), again=partial(once, contestant, problem, take))
-
-
-def once(contestant, problem, take):
-    """Measure, or skip a case that an undeclared kernel does not take."""
-    try:
-        return take()
-    except NotImplementedError as e:
-        if contestant.declared:
-            raise
-        unsupported(problem.case.id, e)
+    with skipping(contestant, problem.case):
+        publish(name, *take(), again=take)

@@ -9,7 +9,7 @@ from nsa.testing.clock import timing
 from nsa.testing.clock.measure import measure
 from nsa.testing.contestants import prefill
 from nsa.testing.contestants.fit import fitted
-from nsa.testing.contestants.named import unsupported
+from nsa.testing.contestants.named import skipping
 from nsa.testing.contestants.ours import OURS
 from nsa.testing.fixtures import *  # noqa: F403  (a fixture of a module precedes one of a project's conftest.py)
 from nsa.testing.fixtures import contested
@@ -37,9 +37,5 @@ def test_prefill(contestant, problem, publish, machine_sampling):
         return result.ours, result.info([], prefill.BACKENDS) | prefill.facts(result)
 
     name = "prefill" if contestant is OURS["auto"] else f"prefill, {contestant.name}"
-    try:
+    with skipping(contestant, problem.case):
         publish(name, *take(), again=take)
-    except NotImplementedError as e:
-        if contestant.declared:
-            raise
-        unsupported(problem.case.id, e)
