@@ -65,6 +65,16 @@ def test_a_test_that_is_red_here_alone_is_red(repository, capsys):
     assert "red in this tree, 1 of 1 processes: test_c\n  assert False\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_process_that_ends_itself_is_refused(repository, status):
+    """Its exit status may be one of pytest's, but it has told no result."""
+    (repository / "tests" / "perf" / "test_c.py").write_text(
+        f"import os\n\nimport pytest\n\n@pytest.mark.perf\ndef test_c():\n    os._exit({status})\n"
+    )
+    with pytest.raises(against.NotCompared, match=f"^this tree: pytest exited with {status}:"):
+        compare(repository)
+
+
 def test_an_unknown_commit_is_refused(repository):
     with pytest.raises(against.NotCompared, match="no-such-branch"):
         against.compare("no-such-branch", [], [], repository, False)

@@ -182,16 +182,10 @@ def _imports(path: Path, base_top: Path, top: Path) -> list[str]:
 def _not_right(tree: Tree, arguments: Sequence[str], work: Path) -> str:
     """Run the parity tests of a contestant that these arguments select. Returns what pytest says of a wrong one.
 
-    Cases of benchmarks do not show every mistake: their keys may lie far below the causal limit.
-
-    Raises:
-        NotCompared: pytest ended with an unexpected exit status.
+    Cases of benchmarks do not show every mistake: their keys may lie far below the causal limit. Raises as `_pytest`.
     """
     began = time.monotonic()
-    xml = work / "parity.xml"
-    status, said = _pytest(tree, [*arguments, "-m", "parity", f"--junitxml={xml}"], work / "parity.txt")
-    if status not in EXPECTED or not xml.exists():
-        raise NotCompared(f"{tree.name}: pytest exited with {status}:\n{said[-2000:]}")
+    said, xml = _pytest(tree, [*arguments, "-m", "parity"], work / "parity")
     print(f"{tree.name}: parity in {time.monotonic() - began:.0f} s", flush=True)
     concluded = re.search(r"(?ms)^=+ contestants =+$.*?(?:: WRONG on |ended without a result).*", said)
     if concluded:
@@ -199,30 +193,38 @@ def _not_right(tree: Tree, arguments: Sequence[str], work: Path) -> str:
     return "".join(f"{name}: {why}\n" for name, why in _red(xml).items())
 
 
-def _pytest(tree: Tree, arguments: Sequence[str], said: Path) -> tuple[int, str]:
-    """Run `pytest` once in the tree. Returns its exit status, and what it printed, which is kept in the file `said`."""
+def _pytest(tree: Tree, arguments: Sequence[str], stem: Path) -> tuple[str, Path]:
+    """Run `pytest` once in the tree. Returns what it printed, and its JUnit file, which files named `stem` keep.
+
+    A base may lack the tests that are named, and then has no JUnit file.
+
+    Raises:
+        NotCompared: pytest ended with an unexpected exit status, or before it wrote its JUnit file.
+    """
+    xml, text = stem.with_suffix(".xml"), stem.with_suffix(".txt")
     environment = child_environment(interpret=False)
     environment.pop("NSA_COMMIT", None)  # so that `extra_info` names the commit of what was imported
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*tree.imports, environment.get("PYTHONPATH")]))
     environment["PYTEST_ADDOPTS"] = shlex.join(_of_one_tree(shlex.split(environment.get("PYTEST_ADDOPTS", ""))))
-    with said.open("w") as stream:
-        status = children.run(["-m", "pytest", *arguments], tree.path, environment, stream)
-    return status, re.sub(r"\n {4}(?=\S)", " ", said.read_text())  # verdicts are wrapped
+    with text.open("w") as stream:
+        status = children.run(["-m", "pytest", f"--junitxml={xml}", *arguments], tree.path, environment, stream)
+    said = re.sub(r"\n {4}(?=\S)", " ", text.read_text())  # verdicts are wrapped
+    lacking = tree.commit and status == pytest.ExitCode.USAGE_ERROR
+    if not lacking and (status not in EXPECTED or not xml.exists()):
+        raise NotCompared(f"{tree.name}: pytest exited with {status}:\n{said[-2000:]}")
+    return said, xml
 
 
 def _run(tree: Tree, arguments: Sequence[str], work: Path, module: str) -> bool:
     """Run `pytest` once in the tree, on the tree's own `module`. Returns False if no benchmark ran.
 
     Raises:
-        NotCompared: pytest ended with an unexpected exit status, or imported the `module` of another commit.
+        NotCompared: as `_pytest`, or its process imported the `module` of another commit.
     """
     stem = work / f"{tree.path.name}-{tree.processes}-{time.monotonic_ns()}"
-    file, xml, text = (stem.with_suffix(end) for end in (".json", ".xml", ".txt"))
-    began = time.monotonic()
-    status, said = _pytest(tree, [f"--benchmark-json={file}", f"--junitxml={xml}", *arguments], text)
+    file, began = stem.with_suffix(".json"), time.monotonic()
+    said, xml = _pytest(tree, [f"--benchmark-json={file}", *arguments], stem)
     tree.processes += 1
-    if status not in EXPECTED and not (tree.commit and status == pytest.ExitCode.USAGE_ERROR):
-        raise NotCompared(f"{tree.name}: pytest exited with {status}:\n{said[-2000:]}")
     try:
         document = read(file) if file.exists() else {"benchmarks": []}
     except ValueError as e:
