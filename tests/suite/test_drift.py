@@ -1,6 +1,7 @@
 """Many small steps: a benchmark that each recording made a little slower fails beside the best that it ever was."""
 
 import json
+import re
 
 import pytest
 
@@ -83,9 +84,10 @@ def test_a_best_that_is_none_names_its_file(tmp_path):
 def test_ratios_over_recordings_are_drawn(tmp_path):
     for i in range(4):
         record(tmp_path, 1.03**i)
-    found = history([load(sorted(tmp_path.glob("*.json"))[-1])])
-    assert [commit for commit, _ in found["x"]] == ["commit0", "commit1", "commit2", "commit3"]
-    assert found["x"][-1][1] == pytest.approx(1.03**3)
+    found, commits = history([load(sorted(tmp_path.glob("*.json"))[-1])])
+    assert commits == ["commit0", "commit1", "commit2", "commit3"]
+    assert found["x"] == {commit: pytest.approx(1.03**i) for i, commit in enumerate(commits)}
     pytest.importorskip("matplotlib")
-    assert plots.drift(found).startswith("<svg")
-    assert plots.drift({"x": found["x"][:1]}) is None
+    picture = plots.drift({"y": {"commit0": 1.0, "commit2": 1.2}} | found, commits)
+    assert re.findall(r"<!-- (commit\d) -->", picture) == commits, "a benchmark that lacks a commit moves none"
+    assert plots.drift({"x": {"commit0": 1.0}}, commits) is None

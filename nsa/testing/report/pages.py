@@ -108,7 +108,7 @@ def describe(recordings: Sequence[Recording]) -> dict[str, Any]:
         Section(
             "Drift",
             "Each benchmark's time, divided by its control's, over the recordings that lie beside this one.",
-            [plots.drift(history(recordings))],
+            [plots.drift(*history(recordings))],
         ),
         *([_change(recordings[0], now)] if len(recordings) == 2 else []),
         Section.of(tables.threshold(decision, on_packed)),

@@ -200,23 +200,22 @@ def before_after(pairs: list[tuple[str, float]]) -> str | None:
 
 
 @rc_context(STYLE)  # type: ignore[arg-type]
-def drift(history: Mapping[str, Sequence[tuple[str, float]]]) -> str | None:
-    """Ratios to the control over recordings `(commit, ratio)`, of the benchmarks furthest behind their best."""
-    known = {name: series for name, series in history.items() if len(series) > 1}
-    behind = {name: series[-1][1] / min(ratio for _, ratio in series) for name, series in known.items()}
+def drift(history: Mapping[str, Mapping[str, float]], commits: Sequence[str]) -> str | None:
+    """Ratios to the control by commit, of the benchmarks furthest behind their best. ``commits``: all, in order."""
+    known = {name: by for name, by in history.items() if len(by) > 1}
+    behind = {name: [*by.values()][-1] / min(by.values()) for name, by in known.items()}
     shown = sorted(behind, key=lambda name: -behind[name])[:DRIFTING]
     if not shown:
         return None
     figure = Figure(figsize=(WIDTH, 4.6))
     ax = figure.subplots()
-    commits = list(dict.fromkeys(commit for series in known.values() for commit, _ in series))
+    ticks = [commit for commit in commits if any(commit in by for by in known.values())]
     for name in shown:
-        low = min(ratio for _, ratio in known[name])
-        places = [commits.index(commit) for commit, _ in known[name]]
-        label = name.removeprefix("test_")
-        ax.plot(places, [ratio / low for _, ratio in known[name]], marker="o", ms=3, lw=1.2, label=label)
+        by, low = known[name], min(known[name].values())
+        ratios = [ratio / low for ratio in by.values()]
+        ax.plot([*map(ticks.index, by)], ratios, marker="o", ms=3, lw=1.2, label=name.removeprefix("test_"))
     ax.axhline(1.1, color="#b03030", lw=0.9, ls=":")
-    ax.set_xticks(range(len(commits)), commits, rotation=30)
+    ax.set_xticks(range(len(ticks)), ticks, rotation=30)
     ax.set(ylabel="ratio to the control, over the best one")
     figure.legend(loc="outside lower center", ncols=1, fontsize=8)
     figure.suptitle(f"Ratios over recordings, the {len(shown)} furthest behind their best (dotted: 10%, a FAIL)")

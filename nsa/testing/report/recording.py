@@ -89,22 +89,25 @@ def load(path: Path) -> Recording:
     )
 
 
-def history(recordings: Sequence[Recording]) -> dict[str, list[tuple[str, float]]]:
-    """The ratio to the control of each benchmark over time, `(commit, ratio)`: in the recordings, and in the files that
-    lie beside them and are of the same versions. Of several files of a commit, the median.
+def history(recordings: Sequence[Recording]) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """The ratio to the control of each benchmark by commit, and all commits in the order of their first files: of the
+    recordings, and of the files that lie beside them and are of the same versions. Of several files of a commit, the
+    median.
     """
     now, paths = recordings[-1], {Path(recording.source) for recording in recordings}
     beside = {path for known in paths if known.is_file() for path in known.parent.glob("[0-9][0-9][0-9][0-9]_*.json")}
     same = (now.device, now.torch, now.triton)
     files = [one for one in map(load, sorted(beside)) if (one.device, one.torch, one.triton) == same]
+    files += [] if Path(now.source) in beside else [now]
     ratios_of: dict[str, dict[str, list[float]]] = {}
-    for one in [*files, *([] if Path(now.source) in beside else [now])]:
+    for one in files:
         for fact in one.facts:
             if ratio := fact.get("ratio_to_control"):
                 ratios_of.setdefault(fact["name"], {}).setdefault(one.commit[:7], []).append(ratio)
-    return {
-        name: [(commit, statistics.median(ratios)) for commit, ratios in by.items()] for name, by in ratios_of.items()
+    series = {
+        name: {commit: statistics.median(ratios) for commit, ratios in by.items()} for name, by in ratios_of.items()
     }
+    return series, list(dict.fromkeys(one.commit[:7] for one in files))
 
 
 def newest(folder: Path) -> list[Recording]:
