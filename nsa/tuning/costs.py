@@ -13,7 +13,7 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,16 +134,27 @@ def write(rows: Sequence[Row], folder: Path, command: str = COMMAND) -> str:
     return f"schedules: {said}; written to {path}"
 
 
+def _rows(path: Path) -> Iterator[Row]:
+    """The rows of a file. Raises ValueError, which names the line, if one is no row of `nsa.testing.regret`."""
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            row["us"], row["gpu"], job(row)  # fields that the fit reads
+        except (ValueError, KeyError, TypeError) as error:
+            shown = line if len(line) <= 60 else f"{line[:60]}..."
+            raise ValueError(f"{path}:{number}: expected a row of nsa.testing.regret, got {shown}") from error
+        yield row
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m nsa.tuning.costs", description=__doc__.partition("\n")[0])
     parser.add_argument("files", nargs="+", type=Path, help="rows that `python -m nsa.testing.regret --out` wrote")
     given = parser.parse_args(arguments)
     try:
-        rows = [json.loads(line) for path in given.files for line in path.read_text(encoding="utf-8").splitlines()]
-        print(write(rows, gpu.PACKAGED))
-    except (OSError, ValueError, KeyError) as error:
-        print(f"{error.__class__.__name__}: {error}" if isinstance(error, KeyError) else error, file=sys.stderr)
+        print(write([row for path in given.files for row in _rows(path)], gpu.PACKAGED))
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
         return 1
     return 0
 

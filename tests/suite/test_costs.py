@@ -101,6 +101,15 @@ def test_too_little_writes_nothing(taken, got, gpus):
     assert not list(gpus.iterdir())
 
 
+@pytest.mark.parametrize("line", ["[1, 2]", "{", '{"us": {}, "gpu": "a"}', "7"])
+def test_a_line_that_is_no_row_is_named(gpus, tmp_path, capsys, line):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{json.dumps(rows(1)[0])}\n{line}\n")
+    assert costs.main([str(path)]) == 1
+    assert capsys.readouterr().err == f"{path}:2: expected a row of nsa.testing.regret, got {line}\n"
+    assert not list(gpus.iterdir())
+
+
 def test_what_the_command_writes_is_read_and_chosen_by(gpus, tmp_path, capsys):
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     measured = narrow(rows())
