@@ -93,19 +93,17 @@ def test_triton_sel_parity_kvcache_blocks(device, page, size, queries, dtype):
 
 @pytest.fixture
 def walks(monkeypatch, pin):
-    """`with_walk(keys)` lets key-major's merge read so many keys of a row itself; the list tells whether merges do."""
-    walks, forward = [], key_major.forward
+    """`walks(keys)` lets key-major's merge read so many keys of a row itself; the list tells whether merges do."""
+    seen, forward = [], key_major.forward
     monkeypatch.setattr(
-        key_major, "forward", lambda x, *a, **how: walks.append(x.merge_lse.constexprs) or forward(x, *a, **how)
+        key_major, "forward", lambda x, *a, **how: seen.append(x.merge_lse.constexprs) or forward(x, *a, **how)
     )
 
     def with_walk(keys):
         pin(key_major=key_tiles.FP32._replace(walked=keys))
-        nsa.settings.reload()  # what is planned, with other tiles, is not planned again
-        return walks
+        return seen
 
-    yield with_walk
-    nsa.settings.reload()
+    return with_walk
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

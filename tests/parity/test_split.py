@@ -1,12 +1,10 @@
 """Few rows and many keys: the keys of a row are shared among programs and merged by LSE. And nothing wobbles."""
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from nsa import settings
 from nsa.kernels.query_major import plan as query_major
 from nsa.kernels.query_major import tiles
 from nsa.kernels.shared.launch import TRITON
@@ -28,7 +26,7 @@ LONG = [
 
 
 @pytest.fixture(params=["kernel", "cluster"])
-def merged(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def merged(request, device, monkeypatch, fresh_plans):
     """Parts merged by a kernel of their own, and where the GPU has clusters in those."""
     if request.param == "cluster" and (current_lane() != "gpu" or torch.cuda.get_device_capability(device) < (9, 0)):
         pytest.skip("needs clusters: an NVIDIA GPU, sm_90 or newer")
@@ -37,14 +35,10 @@ def merged(request: pytest.FixtureRequest, device: torch.device, monkeypatch: py
     limit = 8 if request.param == "cluster" else 0
     monkeypatch.setattr(tiles, "fits_clusters", lambda programs, splits, *_: 1 < splits <= limit)
     monkeypatch.setattr(tiles, "measured", lambda *_: None)
-    for forget in settings.ON_RELOAD:
-        forget()
     planned, plan = [], query_major.plan
     monkeypatch.setattr(query_major, "plan", lambda *args: planned.append(plan(*args)) or planned[-1])
     yield
     assert all(launch.merged == (request.param == "cluster") for launch in planned if launch.splits > 1)
-    for forget in settings.ON_RELOAD:
-        forget()
 
 
 @pytest.mark.usefixtures("merged")
