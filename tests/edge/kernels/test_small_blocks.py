@@ -225,6 +225,7 @@ def test_calls_of_nothing(device, dtype, B, S, S_kv, n):
     )
     blocks = torch.zeros(B, S, 2, n, dtype=torch.int32, device=device)
     o, lse = nsa.selection_attention(q, k, v, block_indices=blocks, block_size=SIZE, **SMALL)
+    assert o.shape == q.shape
     assert not o.any()
     assert (lse == -torch.inf).all()
     assert not any(x.any() for x in torch.autograd.grad(o.sum(), (q, k, v)))
