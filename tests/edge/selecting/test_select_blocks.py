@@ -79,11 +79,9 @@ def test_edges_of_one_call(device, backend):
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_lengths_are_read_when_the_kernel_runs(device, backend):
     """Lengths beyond the cache are clamped, and sequences without keys have no block."""
-    case = drawn(5, ("fp32",))
     q, k = torch.ones(3, 2, 2, 16, device=device), torch.ones(3, 10, 1, 16, device=device)
     lengths = torch.tensor([99, 0, 1], dtype=torch.int32, device=device)
     out = nsa.select_blocks(q, k, n=2, block_size=4, newest=1, cache_seqlens=lengths, backend=backend)
-    assert case.id
     assert out[0].tolist() == [[[0, 2]] * 2] * 2
     assert out[1].tolist() == [[[-1, -1]] * 2] * 2
     assert out[2].tolist() == [[[-1, -1]] * 2, [[0, -1]] * 2]  # the first of its two queries is before the sequence
