@@ -183,22 +183,11 @@ def test_sequences_of_a_ragged_batch(tokens, sequences, longest, want):
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-def test_nobody_measured_anything(folder):
-    assert schedules.measured(GPU) is None
-    assert schedules.describe(GPU) == "query-major everywhere: costs were not measured"
-
-
-def test_a_gpu_nobody_measured_uses_the_stand_in(folder):
-    stand_in = folder(name=schedules.STAND_IN)
-    assert schedules.measured(GPU).path == stand_in
-    own = folder()
-    assert schedules.measured(GPU).path == own
-
-
 def test_doctor_line(folder):
+    """Of the GPU's own costs, or else of the stand-in's; `test_main.py` has the line where there are none."""
+    folder(name=schedules.STAND_IN)
     path = folder()
     assert schedules.describe(GPU) == f"by costs; measured 2026-12-01, s, {path}"
-    folder(name=schedules.STAND_IN)
     path.unlink()
     settings.reload()
     assert schedules.describe(GPU).startswith("by costs; measured on NVIDIA Nobody 1, not on this GPU, 2026-12-01")
