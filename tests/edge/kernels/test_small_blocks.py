@@ -1,7 +1,5 @@
 """Small blocks: one list for all KV heads, and what else `test_unions.py`, which has their tiles, does not ask."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -163,22 +161,6 @@ def test_lists_of_some_tokens_of_each_sequence(prompt, device, S, steps):
     check(prompt(S=S, B=2), selection)
 
 
-def test_the_tail_of_qsa(device):
-    """The causal clamp cuts the query's own block: its keys up to the query."""
-    lengths, size = [18, 21, 24], 4
-    cache = caches.draw(lengths, KEYS, 8, HKV=HKV, D=16, Dv=16, dtype=torch.float32, device=device, seed=3)
-    q = torch.randn(3, 1, HKV * G, 16, generator=torch.Generator().manual_seed(4)).to(device)
-    own = torch.tensor([(length - 1) // size for length in lengths], dtype=torch.int32, device=device)
-    blocks = torch.stack((torch.zeros_like(own), torch.full_like(own, 2), own), -1).view(3, 1, 1, 3)
-    spans = torch.tensor(
-        [[[0, 4], [8, 12], [(length - 1) // size * size, length]] for length in lengths], device=device
-    ).view(3, 1, 1, 3, 2)
-    got = nsa.selection_attention_with_kvcache(
-        q, cache.k, cache.v, **cache.arguments, block_indices=blocks, block_size=size, **SMALL
-    )
-    cached_parity(got, caches.oracle(q, cache, ranges=spans, causal=False), torch.float32, "small_blocks")
-
-
 def test_rows_do_not_depend_on_neighbours_with_batch_invariant(prompt, device):
     (q, k, v), selection = prompt(), blocks_of(device, *[[0, 3]] * 8)
     with settings.configure(batch_invariant=True):
@@ -194,18 +176,6 @@ def test_it_says_what_it_takes(prompt, same, device):
         nsa.selection_attention(*prompt(), ranges=same([(0, 9)], 1, 8, HKV), **SMALL)
     with pytest.raises(DoesNotFit, match="expected blocks of 16 keys or fewer, got 17"):
         nsa.selection_attention(*prompt(), **blocks_of(device, *[[0]] * 8) | {"block_size": 17}, **SMALL)
-
-
-def test_a_pinned_launch_repeats_itself(prompt, device):
-    """What the guard's child process compiles is what the caller launches."""
-    call = Call.of(*prompt(), **blocks_of(device, *[[0, 3]] * 8))
-    family = OF_SCHEDULE["small_blocks"]
-    launch = family.plan(call, shape_of(call), "small_blocks")
-    pins = tuple(launch.pins.items())
-    again = family.plan(
-        call._replace(settings=dataclasses.replace(call.settings, pins=pins)), shape_of(call), "small_blocks"
-    )
-    assert again.variants == launch.variants
 
 
 def test_strides_of_a_list_past_2_31_are_not_narrow(prompt):
