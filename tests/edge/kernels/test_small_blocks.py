@@ -17,6 +17,8 @@ from nsa.kernels.small_blocks import tiles
 from nsa.testing.judge.forward import cached_parity
 from nsa.testing.matrix import caches
 
+from ...conftest import bitwise
+
 pytestmark = pytest.mark.usefixtures("fresh_plans")
 SMALL = {"backend": "triton", "schedule": "small_blocks", "return_lse": True}
 SIZE, KEYS, G, HKV = 4, 48, 4, 2  # a tile of fp32 holds 4 tokens of 4 heads
@@ -74,43 +76,35 @@ def test_values_past_the_filled_keys_are_not_read(device, pin, served):
     assert served() == [True] * 4
 
 
+def copied(selection):
+    """The list copied for each KV head."""
+    return {name: x.repeat_interleave(HKV, 2) if torch.is_tensor(x) else x for name, x in selection.items()}
+
+
+OF_BLOCKS, OF_BOTH = ["small_blocks", "union"], ["query_major", "key_major", "sdpa", "reference"]
+
+
 @pytest.mark.parametrize(
-    ("schedule", "spans"),
-    [(x, False) for x in ("small_blocks", "query_major", "key_major", "union")]
-    + [(x, True) for x in ("query_major", "key_major")],
+    ("route", "spans"), [*((route, False) for route in OF_BLOCKS + OF_BOTH), *((route, True) for route in OF_BOTH)]
 )
-def test_one_list_for_all_heads(prompt, device, schedule, spans):
+def test_one_list_for_all_heads(prompt, device, route, spans):
     """The same bits as a copy of the list for each KV head."""
     selection = blocks_of(device, *[[0, 3, -1], [5, 1, 3]] * 4)
     if spans:
-        chosen = nsa.ranges_from_blocks(selection.pop("block_indices"), selection.pop("block_size"))
-        shared, each = ({"ranges": x} for x in (chosen, chosen.expand(-1, -1, HKV, -1, -1).contiguous()))
-    else:
-        chosen = selection.pop("block_indices")
-        shared, each = ({"block_indices": x} for x in (chosen, chosen.expand(-1, -1, HKV, -1).contiguous()))
-    qkv, how = prompt(), selection | SMALL | {"schedule": schedule}
-    for x, y in zip(
-        nsa.selection_attention(*qkv, **shared, **how), nsa.selection_attention(*qkv, **each, **how), strict=True
-    ):
-        assert torch.equal(x, y)
-
-
-@pytest.mark.parametrize("backend", ["sdpa", "reference"])
-def test_one_list_in_plain_pytorch(prompt, device, backend):
-    selection = blocks_of(device, *[[0, 3, -1], [5, 1, 3]] * 4)
-    got = nsa.selection_attention(*prompt(), **selection, backend=backend)
-    torch.testing.assert_close(got, nsa.selection_attention(*prompt(), **selection, **SMALL)[0], rtol=2e-5, atol=2e-5)
+        selection = {"ranges": nsa.ranges_from_blocks(selection["block_indices"], SIZE), "causal": False}
+    plain = route in ("sdpa", "reference")
+    how = {"return_lse": True} | ({"backend": route} if plain else {"backend": "triton", "schedule": route})
+    shared, each = (nsa.selection_attention(*prompt(), **x, **how) for x in (selection, copied(selection)))
+    assert bitwise(shared, each)
 
 
 def test_gradients_through_one_list(prompt, device):
-    selection = blocks_of(device, *[[0, 3, -1], [5, 1, 3]] * 4)
-    each = selection | {"block_indices": selection["block_indices"].expand(-1, -1, HKV, -1).contiguous()}
-    found = []
-    for chosen in (selection, each):
+    selection, found = blocks_of(device, *[[0, 3, -1], [5, 1, 3]] * 4), []
+    for chosen in (selection, copied(selection)):
         leaves = [x.requires_grad_() for x in prompt()]
-        nsa.selection_attention(*leaves, **chosen, backend="triton").square().sum().backward()
-        found.append([x.grad for x in leaves])
-    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+        o = nsa.selection_attention(*leaves, **chosen, backend="triton")
+        found.append(torch.autograd.grad(o.square().sum(), leaves))
+    assert bitwise(*found)
 
 
 DOORS = {
