@@ -137,7 +137,6 @@ def way(request, pin, monkeypatch):
 
 WAYS = {"forward": Forward, "by_row": ByRow, "small": SmallBlocks, "split": SplitBlocks, "backward": Backward}
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS, indirect=True)
-both_ways = pytest.mark.parametrize("way", [Forward, Backward], ids=["forward", "backward"], indirect=True)
 forward = pytest.mark.parametrize("way", [Forward], ids=["forward"], indirect=True)
 
 
@@ -195,7 +194,7 @@ def test_a_tile_holds_tokens_of_one_sequence(prompt, device, way, causal):
     assert not got[0][16:].any()
 
 
-@both_ways
+@pytest.mark.parametrize("way", [Forward, Backward], ids=["forward", "backward"], indirect=True)
 def test_two_sequences_of_a_batch(prompt, device, way):
     """No tile of small blocks reaches from one to the other."""
     blocks = torch.tensor([ALIKE + APART[:1]] * 2, dtype=torch.int32, device=device)[:, :, None]
