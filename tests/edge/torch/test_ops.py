@@ -15,35 +15,18 @@ FORWARD = torch.ops.nsa.selection_attention
 BACKWARD = torch.ops.nsa.selection_attention_backward
 ALL_CHECKS = {"test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"}
 BACKENDS = ["auto", "triton", "sdpa", "reference"]
-PROBLEMS = ["ranges", "blocks", "varlen"]
-
-
-@pytest.fixture(params=PROBLEMS)
-def problem(request, draw, same, device):
-    """`(q, k, v), selection`, where `selection` are fields of a `Call`."""
-    if request.param == "varlen":
-        cu = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
-        spans = same([(0, 4), (2, 7)], 2, 1)
-        return draw(S=2, S_kv=18, HKV=1, Dv=24, varlen=True), {
-            "ranges": spans, "cu_seqlens_q": cu, "cu_seqlens_k": cu * 9, "max_selected": 9
-        }  # fmt: skip
-    if request.param == "blocks":
-        blocks = same([1, -1, 0], 1, 2, 1)
-        return draw(S=2, S_kv=9, HKV=1, Dv=24), {"block_indices": blocks, "block_size": 4, "scale": 0.3}
-    positions = torch.tensor([[3, 8]], device=device)
-    spans = same([(0, 4), (2, 7)], 1, 2, 1)
-    return draw(S=2, S_kv=9, HKV=1, Dv=24), {"ranges": spans, "q_positions": positions, "max_selected": 9}
+PROBLEMS = ["positions", "blocks", "varlen"]
 
 
 def arguments(qkv, selection, backend="auto"):
     """Of the operator, in the order of its schema."""
-    return ops._arguments(Call(*qkv, **selection, backend=backend))
+    return ops._arguments(Call.of(*qkv, **selection, backend=backend))
 
 
 def want(qkv, selection, do, dlse):
     """Gradients by the oracle."""
     leaves = [x.detach().double().requires_grad_() for x in qkv]
-    o, lse = selection_reference(Call(*leaves, **selection, return_lse=True))
+    o, lse = selection_reference(Call.of(*leaves, **selection, return_lse=True))
     return torch.autograd.grad((o * do).sum() + (lse * dlse).sum(), leaves)
 
 
@@ -142,7 +125,7 @@ def test_what_the_plan_is_made_from(problem, backward_kernel):
         leaves = [x.detach().requires_grad_() for x in qkv]
         FORWARD(*arguments(leaves, selection))[0].sum().backward()
     assert backward_kernel.planned == 1
-    for name, x in Call(*leaves, **selection)._asdict().items():
+    for name, x in Call.of(*leaves, **selection)._asdict().items():
         got = getattr(backward_kernel.call, name)
         if name not in ("settings", "return_lse"):
             assert torch.equal(got, x) if isinstance(x, torch.Tensor) else got == x

@@ -38,19 +38,12 @@ def compiled(**keywords):
     return call, torch.compile(call, backend="aot_eager", fullgraph=True)
 
 
-@pytest.fixture(params=["ranges", "blocks", "positions", "varlen"])
-def problem(request, draw, same, device):
+@pytest.fixture
+def problem(problem):
     """`(q, k, v), tensors, keywords`."""
-    if request.param == "varlen":
-        cu = torch.tensor([0, 1, 3], dtype=torch.int32, device=device)
-        tensors = {"ranges": same([(0, 7), (9, 13)], 3, 2), "cu_seqlens": (cu, cu * 7)}
-        return draw(S=3, S_kv=21, varlen=True), tensors, {"max_selected": 11}
-    if request.param == "blocks":
-        return draw(), {"block_indices": same([1, -1, 0], 1, 3, 2)}, {"block_size": 7}
-    tensors = {"ranges": same([(0, 7), (9, 24)], 1, 3, 2)}
-    if request.param == "positions":
-        tensors["q_positions"] = torch.tensor([[3, -1, 23]], device=device)
-    return draw(), tensors, {"max_selected": 22}
+    qkv, selection = problem
+    keywords = {name: x for name, x in selection.items() if isinstance(x, int | float)}
+    return qkv, {name: x for name, x in selection.items() if name not in keywords}, keywords
 
 
 def test_forward_on_auto(problem):
