@@ -14,10 +14,10 @@ from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.shape import shape_of
 from nsa.kernels.small_backward import plan as small_backward
 from nsa.kernels.small_blocks import tiles
-from nsa.testing.judge.forward import cached_parity
 from nsa.testing.matrix import caches
 
 from ...conftest import bitwise
+from ...parity.test_caches import serve
 
 pytestmark = pytest.mark.usefixtures("fresh_plans")
 SMALL = {"backend": "triton", "schedule": "small_blocks", "return_lse": True}
@@ -71,8 +71,7 @@ def test_values_past_the_filled_keys_are_not_read(device, pin, served):
     cache = caches.draw([18], KEYS, 8, HKV=HKV, D=16, Dv=16, dtype=torch.float32, device=device, seed=1)
     q = torch.randn(1, 4, HKV * G, 16, generator=torch.Generator().manual_seed(2)).to(device)
     selection = blocks_of(device, *[[0, 4]] * 4) | {"causal": True}
-    got = nsa.selection_attention_with_kvcache(q, cache.k, cache.v, **cache.arguments, **selection, **SMALL)
-    cached_parity(got, caches.oracle(q, cache, **selection), torch.float32, "small_blocks")
+    serve(q, cache, selection, schedule="small_blocks")
     assert served() == [True] * 4
 
 

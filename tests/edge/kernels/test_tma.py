@@ -17,6 +17,8 @@ from nsa.testing.judge.forward import cached_parity
 from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
 
+from ...parity.test_caches import serve
+
 pytestmark = pytest.mark.skipif(
     not launch.TMA or (current_lane() == "gpu" and torch.cuda.get_device_capability() != (9, 0)),
     reason="host descriptors need Triton 3.4 and a Hopper GPU, or the interpreter",
@@ -116,9 +118,7 @@ def test_caches(device, by_tma, page, size, ragged):
     if ragged:
         q, cu = q.flatten(0, 1), torch.tensor([0, 4, 8, 12], dtype=torch.int32, device=device)
         selection["block_indices"] = selection["block_indices"].flatten(0, 1)
-    queries = {} if cu is None else {"cu_seqlens_q": cu}
-    got = nsa.selection_attention_with_kvcache(q, cache.k, cache.v, **cache.arguments, **selection, **queries, **UNION)
-    cached_parity(got, caches.oracle(q, cache, cu, **selection), DTYPE, "union")
+    serve(q, cache, selection, cu, schedule="union")
     assert by_tma == [True]
 
 
@@ -168,8 +168,7 @@ def test_strides_that_tma_cannot_take(device, by_tma, make):
 def test_pages_smaller_than_a_tile(device, by_tma):
     cache = caches.draw([130], 192, 32, HKV=1, D=32, Dv=32, dtype=DTYPE, device=device, seed=1)
     q, selection = normal(device, 1, 4, 16, 32), blocks(device, 1, 4, 1, n=2)
-    got = nsa.selection_attention_with_kvcache(q, cache.k, cache.v, **cache.arguments, **selection, **UNION)
-    cached_parity(got, caches.oracle(q, cache, None, **selection), DTYPE, "union")
+    serve(q, cache, selection, schedule="union")
     assert by_tma == [False]
 
 
