@@ -7,9 +7,9 @@ import nsa
 import nsa.kernels
 from nsa import ops
 from nsa.call import Call
-from nsa.plain.oracle import selection_reference
 
 from ...parity.pairs import in_pairs
+from ..kernels.gradients import exact
 
 FORWARD = torch.ops.nsa.selection_attention
 BACKWARD = torch.ops.nsa.selection_attention_backward
@@ -21,13 +21,6 @@ PROBLEMS = ["positions", "blocks", "varlen"]
 def arguments(qkv, selection, backend="auto"):
     """Of the operator, in the order of its schema."""
     return ops._arguments(Call.of(*qkv, **selection, backend=backend))
-
-
-def want(qkv, selection, do, dlse):
-    """Gradients by the oracle."""
-    leaves = [x.detach().double().requires_grad_() for x in qkv]
-    o, lse = selection_reference(Call.of(*leaves, **selection, return_lse=True))
-    return torch.autograd.grad((o * do).sum() + (lse * dlse).sum(), leaves)
 
 
 def close(got, want):
@@ -71,7 +64,7 @@ def test_gradients(problem, backend, used):
     loss = (o * do).sum() if used != "lse" else 0
     got = torch.autograd.grad(loss + (lse * dlse).sum() if used != "o" else loss, leaves)
     assert all(x.is_contiguous() and x.dtype == torch.float32 for x in got)
-    close(got, want(qkv, selection, do, dlse))
+    close(got, exact(*qkv, do, dlse, **selection))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -84,7 +77,7 @@ def test_gradients_of_strided_inputs(draw, same, backend):
     inputs = arguments([x.detach() for x in (q, k, v)], selection, backend)
     got = BACKWARD(do, None, o, lse, [True] * 3, *inputs)
     assert all(x.is_contiguous() for x in got)
-    close(got, want((q, k, v), selection, do, torch.zeros_like(lse)))
+    close(got, exact(q, k, v, do, **selection))
 
 
 def test_kernel_is_launched_once_and_counted(problem):
