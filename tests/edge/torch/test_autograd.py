@@ -1,7 +1,6 @@
 """Gradients: exact against finite differences and against the fp64 oracle, zero where nothing was selected."""
 
 import dataclasses
-import functools
 import math
 
 import pytest
@@ -10,14 +9,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import nsa
-from nsa.call import Call
 from nsa.plain import packed_sdpa
-from nsa.plain.oracle import selection_reference
 from nsa.testing.judge.gradients import assert_gradients
 from nsa.testing.matrix.strategies import BLOCKS, RANGES, Drawn
 from nsa.testing.profiles import drawing
 
 from ...parity.test_drawn import SOURCES, oracle_of, through_lse, trained
+from ..kernels.gradients import exact, like
 
 
 @pytest.mark.parametrize("bound", [None, 9], ids=["unbounded", "bound"])
@@ -57,17 +55,10 @@ def test_gradients_of_plain_torch_of_any_calls(device, drawn, backend, bounded):
 def test_gradients_of_packed_sdpa_in_a_training_dtype(problem, dtype, bound):
     """Against the oracle's fp64 gradients of the same (rounded) inputs."""
     qkv, selection = problem
-    rounded = [x.to(dtype) for x in qkv]
-    g = torch.randn(*qkv[0].shape[:-1], 24, generator=torch.Generator().manual_seed(1)).to(qkv[0].device, dtype)
-
-    def gradients(call, leaves):
-        leaves = [x.detach().requires_grad_() for x in leaves]
-        o = call(*leaves, **selection | {"max_selected": bound})
-        return torch.autograd.grad(o, leaves, g.to(o.dtype))
-
-    got = gradients(functools.partial(nsa.selection_attention, backend="sdpa"), rounded)
-    want = gradients(lambda *a, **kw: selection_reference(Call.of(*a, **kw))[0], [x.double() for x in rounded])
-    for a, b in zip(got, want, strict=True):
+    leaves = [x.to(dtype).requires_grad_() for x in qkv]
+    o = nsa.selection_attention(*leaves, **selection | {"max_selected": bound}, backend="sdpa")
+    do = like(o)
+    for a, b in zip(torch.autograd.grad(o, leaves, do), exact(*leaves, do, **selection), strict=True):
         assert a.dtype == dtype
         torch.testing.assert_close(a.double(), b, rtol=0, atol=max(1e-5, 16 * torch.finfo(dtype).eps) * b.abs().max())
 
