@@ -10,22 +10,17 @@ from nsa.call import Call
 
 from ...parity.pairs import in_pairs
 from ..kernels.gradients import exact
+from .test_training_tools import BACKENDS, close
 
 FORWARD = torch.ops.nsa.selection_attention
 BACKWARD = torch.ops.nsa.selection_attention_backward
 ALL_CHECKS = {"test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"}
-BACKENDS = ["auto", "triton", "sdpa", "reference"]
 PROBLEMS = ["positions", "blocks", "varlen"]
 
 
 def arguments(qkv, selection, backend="auto"):
     """Of the operator, in the order of its schema."""
     return ops._arguments(Call.of(*qkv, **selection, backend=backend))
-
-
-def close(got, want):
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-5 * max(1.0, float(b.abs().max())))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +59,7 @@ def test_gradients(problem, backend, used):
     loss = (o * do).sum() if used != "lse" else 0
     got = torch.autograd.grad(loss + (lse * dlse).sum() if used != "o" else loss, leaves)
     assert all(x.is_contiguous() and x.dtype == torch.float32 for x in got)
-    close(got, exact(*qkv, do, dlse, **selection))
+    close([x.double() for x in got], exact(*qkv, do, dlse, **selection), 2e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -77,7 +72,7 @@ def test_gradients_of_strided_inputs(draw, same, backend):
     inputs = arguments([x.detach() for x in (q, k, v)], selection, backend)
     got = BACKWARD(do, None, o, lse, [True] * 3, *inputs)
     assert all(x.is_contiguous() for x in got)
-    close(got, exact(q, k, v, do, **selection))
+    close([x.double() for x in got], exact(q, k, v, do, **selection), 2e-5)
 
 
 def test_kernel_is_launched_once_and_counted(problem):
