@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import subprocess
@@ -26,6 +25,7 @@ from nsa.kernels import pinned
 from nsa.plain.oracle import selection_reference
 from nsa.testing import machine
 from nsa.testing.gate import children
+from nsa.testing.judge.forward import cached_parity
 from nsa.testing.plugin import current_lane
 
 ROOT = Path(__file__).parents[1]
@@ -89,21 +89,12 @@ def same(device):
     return make
 
 
-def tolerance(dtype: torch.dtype, peak: float) -> float:
-    """Rounding of the output and of the weights in the input dtype; a wrong key moves the LSE by far more."""
-    return max(6 * torch.finfo(dtype).eps, 1e-5) * max(1.0, peak)
-
-
 def compare(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
     """Outputs within rounding, LSE within fp32's, infinities and zero rows exactly."""
     (o, lse), (o_want, lse_want) = got, want
-    assert o.dtype == dtype
+    assert (o.shape, lse.shape) == (o_want.shape, lse_want.shape)
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    peak = float(o_want.abs().max()) if o_want.numel() else 0.0
-    torch.testing.assert_close(o.double(), o_want, rtol=0, atol=tolerance(dtype, peak))
-    torch.testing.assert_close(lse.double(), lse_want, rtol=1e-5, atol=2e-5)
-    empty = lse_want == -math.inf
-    assert not o[empty].any(), "rows that select nothing must be exactly 0"
+    cached_parity((o, lse.float()), want, dtype, "nsa")
 
 
 def bitwise(got: Sequence[Tensor], want: Sequence[Tensor]) -> bool:
@@ -117,9 +108,7 @@ def agrees():
     def check(attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, **selection: Any):
         got = attend(q, k, v, **selection, out=out, return_lse=True)
         selection.pop("max_selected", None)  # the oracle needs no bound
-        cu = selection.pop("cu_seqlens", None)
-        cu = (cu, cu) if isinstance(cu, Tensor) else cu
-        want = selection_reference(Call.of(q.double(), k, v, **selection, cu_seqlens=cu, return_lse=True))
+        want = selection_reference(Call.of(q.double(), k, v, **selection, return_lse=True))
         compare(got, want, q.dtype)
         return got
 
@@ -192,16 +181,6 @@ def shared_folder(tmp_path_factory, pytestconfig):
     return base.parent if hasattr(pytestconfig, "workerinput") else base
 
 
-@pytest.fixture(scope="session")
-def forking():
-    """A process that forks itself for each run of pytest (`forked_pytest.py`). Started when first needed."""
-    command = [sys.executable, Path(__file__).with_name("forked_pytest.py")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "ready\n"
-        yield process
-        process.stdin.close()
-
-
 class ForkedPytest:
     """`run(*arguments, cwd=…, environment=…)`: `python -m pytest` as a process of its own, without the seconds in which
     it imports torch; `run.python("-c", …)`: another program. Both return what `subprocess.run` does; unless given, the
@@ -238,8 +217,13 @@ class ForkedPytest:
 
 
 @pytest.fixture(scope="session")
-def run_pytest(forking, tmp_path_factory):
-    return ForkedPytest(forking, tmp_path_factory)
+def run_pytest(tmp_path_factory):
+    """Of a process that forks itself for each run (`forked_pytest.py`). It is started when first needed."""
+    command = [sys.executable, Path(__file__).with_name("forked_pytest.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        yield ForkedPytest(process, tmp_path_factory)
+        process.stdin.close()
 
 
 def fork_children(run_pytest: ForkedPytest, monkeypatch: pytest.MonkeyPatch) -> None:

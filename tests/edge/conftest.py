@@ -79,6 +79,20 @@ def dtype(request) -> torch.dtype:
     return DTYPES[request.param]
 
 
+@pytest.fixture(params=["ranges", "blocks", "positions", "varlen"])
+def problem(request, draw, same, device):
+    """`(q, k, v), selection`: overlapping spans or a block twice, keys that all rows list, and keys that none does."""
+    kind, shape = request.param, {"S": 3, "S_kv": 12, "HKV": 2, "G": 2, "Dv": 24}
+    spans = same([(0, 2), (1, 5)], 1, 3, 2)
+    if kind == "varlen":
+        cu = torch.tensor([0, 2, 3], dtype=torch.int32, device=device)
+        return draw(varlen=True, **shape), {"ranges": spans[0], "cu_seqlens": (cu, cu * 4), "max_selected": 6}
+    if kind == "blocks":
+        return draw(**shape), {"block_indices": same([1, -1, 0, 1], 1, 3, 2), "block_size": 3, "scale": 0.3}
+    where = {"q_positions": torch.tensor([[0, -1, 3]], device=device)} if kind == "positions" else {}
+    return draw(**shape), {"ranges": spans, "max_selected": 6} | where
+
+
 @pytest.fixture
 def variants(monkeypatch, fresh_plans) -> list[dict[str, Any]]:
     """The constants of every forward kernel of query-major that the test makes, none of which was made before."""

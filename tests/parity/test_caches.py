@@ -27,11 +27,6 @@ LENGTHS = [203, 0, 1, ROOM]  # within a page, nothing, one key, no room left
 CHOICES = {"auto": None, "split": tiles.Choice(2, 1, 32, 4, 2), "wide": tiles.Choice(4, 1, 64, 4, 2, 0)}
 
 
-def check(got, want, dtype):
-    assert got[1].dtype == torch.float32
-    cached_parity(got, want, dtype, "nsa")
-
-
 def draw_blocks(B, S, HKV, n, size, seed):
     """Block 0, padding, one past the end, and others; a block may come twice."""
     g = torch.Generator().manual_seed(seed)
@@ -69,7 +64,7 @@ def serve(q, cache, selection, cu=None, Dv=None, **how):
     got = nsa.selection_attention_with_kvcache(q, cache.k, cache.v, **selection, **how)
     assert out is None or got[0] is out
     oracles = {name: how[name] for name in ("causal", "scale") if name in how}
-    check(got, caches.oracle(q, cache, cu, **selection, **oracles), q.dtype)
+    cached_parity(got, caches.oracle(q, cache, cu, **selection, **oracles), q.dtype, "nsa")
     return got
 
 
@@ -93,19 +88,17 @@ def test_triton_sel_parity_kvcache_blocks(device, page, size, queries, dtype):
 
 @pytest.fixture
 def walks(monkeypatch, pin):
-    """`with_walk(keys)` lets key-major's merge read so many keys of a row itself; the list tells whether merges do."""
-    walks, forward = [], key_major.forward
+    """`walks(keys)` lets key-major's merge read so many keys of a row itself; the list tells whether merges do."""
+    seen, forward = [], key_major.forward
     monkeypatch.setattr(
-        key_major, "forward", lambda x, *a, **how: walks.append(x.merge_lse.constexprs) or forward(x, *a, **how)
+        key_major, "forward", lambda x, *a, **how: seen.append(x.merge_lse.constexprs) or forward(x, *a, **how)
     )
 
     def with_walk(keys):
         pin(key_major=key_tiles.FP32._replace(walked=keys))
-        nsa.settings.reload()  # what is planned, with other tiles, is not planned again
-        return walks
+        return seen
 
-    yield with_walk
-    nsa.settings.reload()
+    return with_walk
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

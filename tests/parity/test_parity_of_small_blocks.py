@@ -2,20 +2,18 @@
 
 import dataclasses
 import itertools
-import math
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import nsa
 from nsa.kernels import pinned
 from nsa.kernels.shared.sizes import ALWAYS
 from nsa.kernels.small_blocks import tiles
 from nsa.testing.contestants.ours import OURS
 from nsa.testing.fixtures import lane_cases, register
-from nsa.testing.judge.forward import Oracle, assert_parity, cached_parity
+from nsa.testing.judge.forward import Oracle, assert_parity
 from nsa.testing.matrix import caches, strategies
 from nsa.testing.matrix.strategies import DrawnCache
 from nsa.testing.plugin import current_lane
@@ -91,12 +89,7 @@ def test_triton_sel_parity_small_blocks_kvcache(device, pin, page, ragged, e4m3,
     if ragged:
         q, blocks, ends = q.flatten(0, 1), blocks.flatten(0, 1), torch.tensor([0, 7, 7, 14], device=device)
     selection = {"block_indices": blocks, "block_size": size}
-    out = torch.full((*q.shape[:-1], 16), math.nan, dtype=dtype, device=device)
-    got = nsa.selection_attention_with_kvcache(
-        q, cache.k, cache.v, **cache.arguments, **selection, cu_seqlens_q=ends, backend="triton",
-        schedule="small_blocks", return_lse=True, out=out,
-    )  # fmt: skip
-    cached_parity(got, caches.oracle(q, cache, ends, **selection), dtype, "small_blocks")
+    serve(q, cache, selection, ends, Dv=16, schedule="small_blocks")
 
 
 @drawing(2 / 5)

@@ -8,7 +8,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import nsa
-from nsa.kernels import pinned
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.query_major import tiles
 from nsa.kernels.shared import sizes
@@ -63,16 +62,13 @@ def ragged(device, dtype, page, size, HKV=2, D=32, Dv=16, index=torch.int32):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("page", [None, 16], ids=["contiguous", "paged"])
-def test_triton_sel_parity_ragged(device, page, route, dtype, pin, monkeypatch):
+def test_triton_sel_parity_ragged(device, page, route, dtype, pin, monkeypatch, fresh_plans):
     monkeypatch.setattr(key_tiles, "FEW_UNITS", 0 if route == "key-major-many" else key_tiles.FEW_UNITS)
     size, schedule, choice, key_choice = ROUTES[route]
     call = ragged(device, dtype, page, size, HKV=2 if GPU or page is None else 1)
-    pin(key_major=key_choice)
-    nsa.settings.reload()  # forgets plans, which were made with other tiles
+    pin(query_major=choice, key_major=key_choice)
     before = nsa.kernels.launches.copy()
-    with pinned(query_major=choice):
-        o, _ = serve(*call, Dv=16, schedule=schedule, max_seqlen_q=max(QUERIES))
-    nsa.settings.reload()
+    o, _ = serve(*call, Dv=16, schedule=schedule, max_seqlen_q=max(QUERIES))
     launched = nsa.kernels.launches - before
     assert launched[schedule] == 1
     assert launched["steps"] == (schedule != "query_major" and size is not None)

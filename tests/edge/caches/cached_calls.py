@@ -9,13 +9,12 @@ from ...conftest import compare
 
 ROOM, PAGE = 64, 16  # keys of a sequence's room in the cache, and of a page
 BACKENDS = ["triton", "key_major", "sdpa", "reference"]  # key_major: of Triton's kernels the ones for chunks
-HOW = {"triton": {}, "sdpa": {"backend": "sdpa"}, "reference": {"backend": "reference"}}
 
 
 def call(q, cache, backend="triton", cu=None, **keywords):
     """`(O, LSE)` of a backend or of a schedule of Triton's; `cu` are the ends of packed queries."""
-    how = {"backend": "triton"} | HOW.get(backend, {"schedule": backend})
-    how = {"backend": "auto"} if backend == "auto" else how
+    named = backend in ("auto", "triton", "sdpa", "reference")
+    how = {"backend": backend} if named else {"backend": "triton", "schedule": backend}
     how |= {"return_lse": True} | cache.arguments | ({} if cu is None else {"cu_seqlens_q": cu})
     return nsa.selection_attention_with_kvcache(q, cache.k, cache.v, **(how | keywords))
 

@@ -2,7 +2,7 @@
 
 import logging
 import math
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -117,21 +117,18 @@ def test_threads(device, page):
     def serve(i):  # Triton's interpreter serves one thread only
         return call(q, cache, SERVED_ANYWHERE, **selection, cache_seqlens=lengths[i])
 
-    want, got = [serve(i) for i in range(8)], [None] * 8
+    want = [serve(i) for i in range(8)]
 
-    def work(i):
+    def on_a_stream(i):
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         with torch.cuda.stream(stream):
-            got[i] = serve(i)
+            got = serve(i)
             if stream is not None:
                 stream.synchronize()
+        return got
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(map(bitwise, got, want))
+    with ThreadPoolExecutor(8) as threads:
+        assert all(map(bitwise, threads.map(on_a_stream, range(8)), want))
 
 
 @graphs

@@ -1,11 +1,9 @@
 """Several threads, streams, processes and GPUs at once; and 200 times the same under load."""
 
-import importlib.util
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,24 +13,11 @@ from nsa.kernels import pinned
 from nsa.kernels.query_major.tiles import Choice
 from nsa.testing.plugin import current_lane
 
-from ...conftest import bitwise
+from ...conftest import ROOT, bitwise
+from . import pooled_calls
+from .pooled_calls import attend, problem
 
-ROOT = Path(nsa.__file__).parents[1]
-SCRIPT = Path(__file__).with_name("pooled_calls.py")
 REPEATS = 200
-
-
-def load(script):
-    spec = importlib.util.spec_from_file_location(script.stem, script)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-calls = load(SCRIPT)
-problem, attend = calls.problem, calls.attend
-
-
 # Triton's interpreter patches the language while a kernel runs, for the whole process: one thread only.
 BACKENDS = ("triton", "sdpa") if current_lane() == "gpu" else ("sdpa", "reference")
 
@@ -119,7 +104,8 @@ def processes(tmp_path_factory, device):
         name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET" and not name.startswith("NSA_")
     }
     environment |= {"PYTHONPATH": str(ROOT), "NSA_SEL_TRITON_MIN_L": "0"}
-    subprocess.run([sys.executable, SCRIPT, device.type, BACKENDS[0], out], env=environment, check=True, timeout=300)
+    command = [sys.executable, pooled_calls.__file__, device.type, BACKENDS[0], out]
+    subprocess.run(command, env=environment, check=True, timeout=300)
     return torch.load(out)
 
 
@@ -129,7 +115,7 @@ def test_processes_after_import(processes, how, device):
     found = processes[how]
     assert len(found) == 2
     for seed, got in enumerate(found):
-        assert bitwise(calls.call(device.type, BACKENDS[0], seed), got)
+        assert bitwise(pooled_calls.call(device.type, BACKENDS[0], seed), got)
 
 
 @pytest.mark.parametrize("visible", ["", "0"], ids=["no GPU", "one GPU"])

@@ -56,10 +56,7 @@ SHAPES = [
     *wrong(
         BLOCKS,
         ({"block_indices": ints(B, S, 2, 4, 2)}, f"{N}, got shape [2, 3, 2, 4, 2]"),
-        (
-            {"block_indices": ints(B, S, 3, 4)},
-            f"{N} = [2, 3, 2, 4], got [2, 3, 3, 4]",
-        ),
+        ({"block_indices": ints(B, S, 3, 4)}, f"{N} = [2, 3, 2, 4], got [2, 3, 3, 4]"),
     ),
     *wrong(
         VARLEN,

@@ -25,12 +25,9 @@ def spans(*lead):
     return {"ranges": torch.zeros(*lead, N, 2, dtype=torch.int32)}
 
 
-def good(name, device="cpu"):
-    lengths = {"cache_seqlens": torch.full((B,), KEYS, device=device)} if name.endswith("kvcache") else {}
-    tensors = rand(B, S, HQ, D), rand(B, KEYS, HKV, D), rand(B, KEYS, HKV, D)
-    picked = blocks(B, S, HKV)
-    picked["block_indices"] = picked["block_indices"].to(device)
-    return [x.to(device) for x in tensors], lengths | picked
+def good(name):
+    lengths = {"cache_seqlens": torch.full((B,), KEYS)} if name.endswith("kvcache") else {}
+    return (rand(B, S, HQ, D), rand(B, KEYS, HKV, D), rand(B, KEYS, HKV, D)), lengths | blocks(B, S, HKV)
 
 
 # --- keywords ---------------------------------------------------------------------------------------------------------

@@ -55,40 +55,14 @@ def no_sync(monkeypatch):
     return guard
 
 
-@pytest.fixture(params=["batch", "varlen", "positions"])
-def problem(request, draw, same, device):
-    """`(q, k, v), selection` without a bound; rows select 0 to 11 keys."""
-    if request.param == "varlen":
-        cu = torch.tensor([0, 1, 3], dtype=torch.int32, device=device)
-        ranges = same([(0, 7), (9, 13)], 3, 2)
-        ranges[1] = 0
-        pair = cu, cu * 7
-        return draw(S=3, S_kv=21, varlen=True), {"ranges": ranges, "cu_seqlens": pair}
-    ranges = same([(0, 7), (9, 13)], 2, 3, 2)
-    ranges[0, 1] = 0
-    selection = {"ranges": ranges}
-    if request.param == "positions":
-        selection["q_positions"] = torch.tensor([[3, 0, 23], [9, 1, 5]], device=device)
-    return draw(B=2), selection
-
-
 @pytest.mark.parametrize("attend_all", NEVER_SYNC, indirect=True)
 @pytest.mark.parametrize("return_lse", [True, False], ids=["lse", "no-lse"])
 def test_no_sync_with_a_bound(problem, attend_all, no_sync, return_lse):
+    """That of blocks is `n * block_size`."""
     qkv, selection = problem
-    call = dict(selection, max_selected=11, return_lse=return_lse)
-    attend_all(*qkv, **call)  # compiles
+    attend_all(*qkv, **selection, return_lse=return_lse)  # compiles
     with no_sync():
-        attend_all(*qkv, **call)
-
-
-def test_no_sync_with_blocks(draw, same, no_sync):
-    """Their bound is `n * block_size`."""
-    q, k, v = draw()
-    call = {"block_indices": same([1, -1, 0], 1, 3, 2), "block_size": 7, "backend": "sdpa"}
-    nsa.selection_attention(q, k, v, **call)
-    with no_sync():
-        nsa.selection_attention(q, k, v, **call)
+        attend_all(*qkv, **selection, return_lse=return_lse)
 
 
 @pytest.mark.parametrize("attend_all", NEVER_SYNC, indirect=True)
@@ -96,15 +70,15 @@ def test_no_sync_in_training(problem, attend_all, no_sync):
     qkv, selection = problem
     for x in qkv:
         x.requires_grad_()
-    g = torch.ones_like(qkv[0])
     before = nsa.kernels.launches["backward"]
     for guard in (contextlib.nullcontext, no_sync):  # the first one compiles
         with guard():
-            o = attend_all(*qkv, **selection, max_selected=11)
-            torch.autograd.grad(o, qkv, g)
+            o = attend_all(*qkv, **selection)
+            torch.autograd.grad(o, qkv, torch.ones_like(o))
     assert nsa.kernels.launches["backward"] - before == 2 * attend_all.triton
 
 
+@pytest.mark.parametrize("problem", ["ranges", "positions", "varlen"], indirect=True)  # blocks have a bound
 def test_one_sync_without_a_bound(problem, monkeypatch):
     """One for the call, not one per row."""
     qkv, selection = problem
@@ -112,7 +86,7 @@ def test_one_sync_without_a_bound(problem, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: reads.append(x.numel()) or tolist(x))
     for name in ("item", "cpu", "nonzero", "__bool__", "__int__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, lambda *a, name=name: pytest.fail(f"Tensor.{name}"))
-    nsa.selection_attention(*qkv, **selection, backend="sdpa")
+    nsa.selection_attention(*qkv, **selection | {"max_selected": None}, backend="sdpa")
     assert reads == [2]  # the shortest and the longest row
 
 

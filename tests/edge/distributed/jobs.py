@@ -58,8 +58,7 @@ def shards(rank, tensors, selection, queries, keys, order):
     at, at_k = (Layout(order, lengths).positions(rank, torch.device("cpu")).long() for lengths in (queries, keys))
     axis = tensors[0].dim() - 3
     q, k, v, do, dlse = tensors
-    mine = [q, do, dlse]
-    q, do, dlse = (x.index_select(axis, at) for x in mine)
+    q, do, dlse = (x.index_select(axis, at) for x in (q, do, dlse))
     k, v = (x.index_select(axis, at_k) for x in (k, v))
     local = {
         name: x.index_select(axis, at) if name in ("ranges", "block_indices") else x for name, x in selection.items()

@@ -1,10 +1,10 @@
 """Four processes that are joined by gloo and run jobs, started once for all tests: a start takes seconds."""
 
-import os
 import tempfile
 import traceback
 from multiprocessing.connection import wait
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -50,14 +50,10 @@ class Ranks:
             context.Process(target=_serve, args=(rank, self.folder.name, pair[1]), daemon=True)
             for rank, pair in enumerate(pairs)
         ]
-        before = os.environ.get("TRITON_INTERPRET")
-        os.environ["TRITON_INTERPRET"] = "1"  # ranks compute on the CPU, also in the GPU lane
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")  # ranks compute on the CPU, also in the GPU lane
             for process in self.processes:
                 process.start()
-        finally:
-            if before is None:
-                del os.environ["TRITON_INTERPRET"]
         for _, end in pairs:
             end.close()  # else the end of a process would not end its pipe
         for pipe in self.pipes:

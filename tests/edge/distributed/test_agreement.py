@@ -24,18 +24,20 @@ def test_every_rank_says_what_differs(ranks, name):
 
 
 RAISES = {
-    "block size": "ValueError: block_size: expected an int >= 1, got 0",
-    "keyword": "TypeError: selection_attention() got an unexpected keyword argument 'softmax_scale'",
-    "keep": "ValueError: keep: expected one of none, last, all, got 'some'",
+    "block size": ({"block_size": 0}, "ValueError: block_size: expected an int >= 1, got 0"),
+    "keyword": (
+        {"softmax_scale": 1.0},
+        "TypeError: selection_attention() got an unexpected keyword argument 'softmax_scale'",
+    ),
+    "keep": ({"keep": "some"}, "ValueError: keep: expected one of none, last, all, got 'some'"),
 }
 
 
-@pytest.mark.parametrize("name", RAISES)
-def test_a_rank_that_raises_is_named(ranks, name):
-    change = {"keyword": {"softmax_scale": 1.0}, "keep": {"keep": "some"}, "block size": {"block_size": 0}}[name]
+@pytest.mark.parametrize(("change", "text"), RAISES.values(), ids=RAISES)
+def test_a_rank_that_raises_is_named(ranks, change, text):
     (other, seconds), (own, _) = ranks.run("call", 2, change=change)
     assert own is not None
-    assert own.startswith(RAISES[name])
+    assert own.startswith(text)
     assert other == f"RuntimeError: selection_attention: rank 1 raised {own}"
     assert seconds < HANG_S
 

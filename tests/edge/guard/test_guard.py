@@ -91,10 +91,6 @@ def call(draw, same):
     return make
 
 
-def warnings_of(caplog):
-    return [r.getMessage() for r in caplog.records if r.name == "nsa" and r.levelno >= logging.WARNING]
-
-
 # --- what happens to the child ----------------------------------------------------------------------------------------
 
 HANG = "import subprocess, time; x = subprocess.Popen(['sleep', '100000']); open({!r}, 'w').write(str(x.pid)); "
@@ -124,7 +120,8 @@ def test_fault_at_launch(call, inject, asked, caplog, kind, kept, monkeypatch, t
     why = record.reason if lasting else record.reason.removesuffix(AGAIN)
     assert lasting or why != record.reason
     end = " from now on" if lasting else ", and the kernel is tried again in 1 s"
-    assert warnings_of(caplog) == [f"{why}; sdpa serves this signature{end}"]
+    warned = [r.getMessage() for r in caplog.records if r.name == "nsa" and r.levelno >= logging.WARNING]
+    assert warned == [f"{why}; sdpa serves this signature{end}"]
     assert len(asked) == 1
     for _ in range(2):
         with pytest.raises(RuntimeError, match="^" + cause.partition("(")[0]):

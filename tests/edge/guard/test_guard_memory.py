@@ -53,12 +53,9 @@ def test_who_is_asked_about(monkeypatch, mode, device, pair, asks):
     monkeypatch.setattr(passed, "passed_pairs", lambda: {("3.6", "sm_90")})
     monkeypatch.setattr(sources, "triton_version", lambda: f"{pair[0]}.1")
     monkeypatch.setattr(sources, "architecture", lambda device: pair[1])
-    with nsa.configure(probe=mode):
-        if not asks:
-            return parent.require(variant_of("_fwd_kernel"), torch.device(device), ())
-        with pytest.raises(Untried, match="^_fwd_kernel was not tried$"):
-            parent.require(variant_of("_fwd_kernel"), torch.device(device), ())
-    return None
+    untried = pytest.raises(Untried, match="^_fwd_kernel was not tried$") if asks else contextlib.nullcontext()
+    with nsa.configure(probe=mode), untried:
+        parent.require(variant_of("_fwd_kernel"), torch.device(device), ())
 
 
 def test_each_variant_is_tried_once(draw, same, answer):

@@ -20,7 +20,7 @@ def gradients(q, k, v, do, dlse=None, wanted=(True, True, True), choice=None, **
 
 
 def exact(q, k, v, do, dlse=None, **selection):
-    """In fp64."""
+    """The oracle's, in fp64."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
     o, lse = selection_reference(Call.of(*leaves, **selection, return_lse=True))
     loss = (o * do.double()).sum()

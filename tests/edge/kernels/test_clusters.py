@@ -19,7 +19,6 @@ SHAPES = [
 INBOX = 1024
 
 
-@pytest.mark.edge
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 def test_every_line_arrives_where_it_is_merged(shape):
     heads, block_dv, cluster, threads = shape
@@ -88,7 +87,6 @@ def _lines(statements, inbox, program, threads):
         assert ((0 <= registers[to]) & (registers[to] < 2**32)).all()
 
 
-@pytest.mark.edge
 @pytest.mark.parametrize("heads", [33, 64])
 @pytest.mark.parametrize("cluster", [2, 3, 8, 16])
 def test_tiles_of_64_rows_begin_where_a_pattern_does(heads, cluster):
@@ -96,7 +94,6 @@ def test_tiles_of_64_rows_begin_where_a_pattern_does(heads, cluster):
     assert sizes.exchange_bytes(32, 32, cluster) == sizes.BARRIER_BYTES + 2 * sizes.box_bytes(32, 32, cluster)
 
 
-@pytest.mark.edge
 @pytest.mark.parametrize(("heads", "cluster", "fits"), [(16, 16, True), (16, 3, False), (64, 8, False)])
 def test_programs_that_cannot_hold_what_they_are_sent_are_no_cluster(heads, cluster, fits):
     choice = tiles.Choice(cluster, 1, 64, 4, 1, 1)

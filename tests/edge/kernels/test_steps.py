@@ -16,7 +16,6 @@ from nsa.testing.judge.forward import cached_parity
 from nsa.testing.matrix import caches
 
 ROOM, SIZE, HKV, G = 64, 16, 1, 4
-LONGEST = STEPS
 pytestmark = pytest.mark.usefixtures("fresh_plans")
 
 
@@ -64,10 +63,10 @@ def run(call, schedule, **more):
 @pytest.mark.parametrize("schedule", ["key_major", "union"])
 def test_sequences_of_few_queries_are_steps(batch, marked, schedule, splits):
     """The longest step, the shortest chunk, no queries, and tokens of no sequence."""
-    call, want = batch((LONGEST + 1, LONGEST, 0, 1), unused=2)
+    call, want = batch((STEPS + 1, STEPS, 0, 1), unused=2)
     with pinned(query_major=None if splits is None else tiles.Choice(splits, 1, 16, 4, 2, 0)):
         got = run(call, schedule)
-    assert marked() == [0] * (LONGEST + 1) + [1] * (LONGEST + 1) + [0] * 2
+    assert marked() == [0] * (STEPS + 1) + [1] * (STEPS + 1) + [0] * 2
     cached_parity(got, want, torch.float32, schedule)
     assert not got[0][-2:].any()
 
@@ -104,7 +103,7 @@ def test_unions_leave_steps_alone(batch, marked, pin, monkeypatch):
 @pytest.mark.parametrize("schedule", ["key_major", "union"])
 def test_no_steps_where_all_sequences_must_be_long(batch, marked, schedule):
     """Two sequences, the longer one of 12 queries, have 21 tokens: the other one has 9 or more."""
-    call, want = batch((12, LONGEST + 1))
+    call, want = batch((12, STEPS + 1))
     cached_parity(run(call, schedule, max_seqlen_q=12), want, torch.float32, schedule)
     assert marked() is None
     cached_parity(run(call, schedule, max_seqlen_q=13), want, torch.float32, schedule)
@@ -136,7 +135,7 @@ def test_no_steps_with_batch_invariant(batch, marked):
 def test_a_program_goes_on_to_further_shares(batch, monkeypatch):
     """One program for each KV head, where there are many shares."""
     monkeypatch.setattr(key_major, "_programs", lambda launch, w: 1)
-    call, want = batch((LONGEST + 1, 1, LONGEST + 1), size=8)
+    call, want = batch((STEPS + 1, 1, STEPS + 1), size=8)
     cached_parity(run(call, "key_major"), want, torch.float32, "key_major")
 
 
@@ -159,7 +158,7 @@ def test_a_chunk_among_more_sequences_than_are_looked_at_at_once(batch, marked, 
     """
     queries = [0] * 130
     queries[0] = queries[127] = queries[129] = 1
-    queries[at] = LONGEST + 1
+    queries[at] = STEPS + 1
     call, want = batch(queries, size=4)
     cached_parity(run(call, "key_major"), want, torch.float32, "key_major")
-    assert marked() == [int(count <= LONGEST) for count in queries for _ in range(count)]
+    assert marked() == [int(count <= STEPS) for count in queries for _ in range(count)]

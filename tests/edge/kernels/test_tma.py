@@ -1,21 +1,21 @@
 """Calls whose keys and values the union kernel loads by TMA, and calls whose tensors TMA cannot read."""
 
+import functools
 import math
 
 import pytest
 import torch
 
 import nsa
-from nsa.call import Call
 from nsa.kernels.shared import launch
 from nsa.kernels.shared.launch import Variant
 from nsa.kernels.shared.sizes import ALWAYS
 from nsa.kernels.union import plan as union
 from nsa.kernels.union import tiles
-from nsa.plain.oracle import selection_reference
-from nsa.testing.judge.forward import cached_parity
 from nsa.testing.matrix import caches
 from nsa.testing.plugin import current_lane
+
+from ...parity.test_caches import serve
 
 pytestmark = pytest.mark.skipif(
     not launch.TMA or (current_lane() == "gpu" and torch.cuda.get_device_capability() != (9, 0)),
@@ -60,16 +60,16 @@ def blocks(device, *lead, keys=200, n=3):
     return {"block_indices": rows.view(*lead, n).to(device, torch.int32), "block_size": SIZE}
 
 
-def check(q, k, v, selection, cu=None, **more):
-    out = torch.full((*q.shape[:-1], v.shape[-1]), math.nan, dtype=q.dtype, device=q.device)
-    got = nsa.selection_attention(
-        q, k, v, **selection, **({} if cu is None else {"cu_seqlens": (cu, cu)}), **more, **UNION, out=out
-    )
-    about = {"block_indices": selection["block_indices"].cpu(), "block_size": selection["block_size"], **more}
-    if cu is not None:
-        about |= {"cu_seqlens_q": cu.cpu(), "cu_seqlens_k": cu.cpu()}
-    want = selection_reference(Call(*(x.cpu().double() for x in (q, k, v)), **about, return_lse=True))
-    cached_parity(tuple(x.cpu() for x in got), want, q.dtype, "union")
+@pytest.fixture
+def check(agrees):
+    """`check(q, k, v, selection, …)`: a call of union into NaN, compared with the oracle."""
+    union = functools.partial(nsa.selection_attention, backend="triton", schedule="union")
+
+    def make(q, k, v, selection, **more):
+        out = torch.full((*q.shape[:-1], v.shape[-1]), math.nan, dtype=q.dtype, device=q.device)
+        agrees(union, q, k, v, out=out, **selection, **more)
+
+    return make
 
 
 def qkv(device, B=1, S=8, HKV=1, D=64, keys=200):
@@ -84,7 +84,7 @@ CALLS = {  # sizes, other arguments, and whether TMA loads keys and values
 
 
 @pytest.mark.parametrize("kind", CALLS)
-def test_calls(device, by_tma, kind):
+def test_calls(device, check, by_tma, kind):
     """Keys end within a block, and heads of some sizes within a tile."""
     sizes, how, loads = CALLS[kind]
     q, k, v = qkv(device, **sizes)
@@ -93,12 +93,12 @@ def test_calls(device, by_tma, kind):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, of keys that no row sees
-def test_packed_sequences(device, by_tma):
+def test_packed_sequences(device, check, by_tma):
     """Sequences begin within a tile of keys, and one is empty. TMA reads keys past the last one, which are NaN."""
     q, k, v = normal(device, 150, 16, 64), normal(device, 150, 1, 64, seed=1), normal(device, 150, 1, 64, seed=2)
     cu = torch.tensor([0, 50, 50, 129, 140], dtype=torch.int32, device=device)
     k[140:], v[140:] = math.nan, math.inf
-    check(q, k, v, blocks(device, 150, 1, keys=79, n=2), cu)
+    check(q, k, v, blocks(device, 150, 1, keys=79, n=2), cu_seqlens=(cu, cu))
     assert by_tma == [True]
 
 
@@ -116,13 +116,11 @@ def test_caches(device, by_tma, page, size, ragged):
     if ragged:
         q, cu = q.flatten(0, 1), torch.tensor([0, 4, 8, 12], dtype=torch.int32, device=device)
         selection["block_indices"] = selection["block_indices"].flatten(0, 1)
-    queries = {} if cu is None else {"cu_seqlens_q": cu}
-    got = nsa.selection_attention_with_kvcache(q, cache.k, cache.v, **cache.arguments, **selection, **queries, **UNION)
-    cached_parity(got, caches.oracle(q, cache, cu, **selection), DTYPE, "union")
+    serve(q, cache, selection, cu, schedule="union")
     assert by_tma == [True]
 
 
-def test_views_of_one_cache(device, by_tma):
+def test_views_of_one_cache(device, check, by_tma):
     """K and V side by side in one tensor, with room between heads."""
     both = normal(device, 1, 200, 2, 160)
     check(normal(device, 1, 8, 32, 64, seed=1), both[..., :64], both[..., 80:144], blocks(device, 1, 8, 2))
@@ -158,7 +156,7 @@ def one_head_for_all(device):
 
 
 @pytest.mark.parametrize("make", [odd_heads, odd_rows, one_head_for_all])
-def test_strides_that_tma_cannot_take(device, by_tma, make):
+def test_strides_that_tma_cannot_take(device, check, by_tma, make):
     k = make(device)
     q = normal(device, 1, 8, 32, k.shape[-1], seed=1)
     check(q, k, k, blocks(device, 1, 8, 2))
@@ -168,13 +166,12 @@ def test_strides_that_tma_cannot_take(device, by_tma, make):
 def test_pages_smaller_than_a_tile(device, by_tma):
     cache = caches.draw([130], 192, 32, HKV=1, D=32, Dv=32, dtype=DTYPE, device=device, seed=1)
     q, selection = normal(device, 1, 4, 16, 32), blocks(device, 1, 4, 1, n=2)
-    got = nsa.selection_attention_with_kvcache(q, cache.k, cache.v, **cache.arguments, **selection, **UNION)
-    cached_parity(got, caches.oracle(q, cache, None, **selection), DTYPE, "union")
+    serve(q, cache, selection, schedule="union")
     assert by_tma == [False]
 
 
 @pytest.mark.parametrize("which", ["k", "v"])
-def test_an_address_that_tma_cannot_take(device, by_tma, which):
+def test_an_address_that_tma_cannot_take(device, check, by_tma, which):
     """Calls of the same shapes and strides have one plan. The address decides at the launch."""
     q, k, v = qkv(device)
     moved = torch.empty(k.numel() + 1, dtype=DTYPE, device=device)[1:].view(k.shape)
@@ -191,7 +188,7 @@ def test_other_gpus_read_by_pointers(capability):
     assert not tiles.select(capability, 2, 16, 128, 128, 16, 64).TMA
 
 
-def test_triton_without_descriptors(device, by_tma, monkeypatch):
+def test_triton_without_descriptors(device, check, by_tma, monkeypatch):
     monkeypatch.setattr(union, "TMA", False)
     q, k, v = qkv(device)
     check(q, k, v, blocks(device, 1, 8, 1))

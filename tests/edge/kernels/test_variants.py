@@ -3,14 +3,14 @@
 A variant costs a second at its first call; one per batch would cost all of training.
 """
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-SCRIPT = Path(__file__).with_name("launch_keys.py")
+from . import launch_keys
+
 PER_ENTRY = 4
 
 
@@ -18,7 +18,7 @@ PER_ENTRY = 4
 def report(compiling):
     """Keys under which the JIT would look up the launches of all batches, in a process without the interpreter."""
     pytest.importorskip("triton", minversion="3.3", reason="the binder's interface is that of Triton 3.3 and newer")
-    return json.loads(compiling(SCRIPT))
+    return json.loads(compiling(Path(launch_keys.__file__)))
 
 
 @pytest.mark.parametrize("source", ["ranges", "blocks", "blocks of all sizes"])
@@ -36,10 +36,6 @@ def test_variants_by_key(report, source):
 def test_variants_compiled(device):
     """The same count, in the cache of the kernel that ran."""
     from nsa.kernels.query_major.kernel import _fwd_kernel
-
-    spec = importlib.util.spec_from_file_location("launch_keys", SCRIPT)
-    launch_keys = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(launch_keys)
 
     def compiled():
         if hasattr(_fwd_kernel, "device_caches"):

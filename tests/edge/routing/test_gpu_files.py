@@ -110,8 +110,11 @@ def said(caplog):
     return [(record.name, record.getMessage()) for record in caplog.records]
 
 
-def test_without_a_threshold_the_safe_default_serves_and_is_said_once(packaged, caplog):
+def test_without_a_threshold_the_safe_default_serves_and_is_said_once(packaged, caplog, monkeypatch):
     packaged(COSTS + TILES)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: NAME)
+    monkeypatch.setattr(routing, "why_not_triton", lambda device: None)
+    assert routing._device_facts(torch.device("cuda", 0)) == (NAME, "heads_as_queries", None)
     assert [gpu.min_L_for(NAME) for _ in range(3)] == [2048] * 3
     assert said(caplog) == [("nsa", NOT_MEASURED)]
     assert gpu.measured(NAME).threshold is None
@@ -160,15 +163,6 @@ def test_without_tiles_the_rules_serve(packaged, caplog):
 
 def test_without_a_file_there_is_nothing(gpus):
     assert gpu.measured(NAME) == gpu.Gpu()
-
-
-def test_a_call_on_a_gpu_that_misses_the_threshold_says_one_line(packaged, caplog, monkeypatch):
-    packaged(TILES)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: NAME)
-    monkeypatch.setattr(routing, "why_not_triton", lambda device: None)
-    assert routing._device_facts(torch.device("cuda", 0))[:2] == (NAME, "heads_as_queries")
-    assert gpu.min_L_for(NAME) == 2048
-    assert said(caplog) == [("nsa", NOT_MEASURED)]
 
 
 def test_an_explicit_threshold_comes_before_the_measured_one(packaged, caplog):

@@ -184,22 +184,11 @@ def test_sequences_of_a_ragged_batch(tokens, sequences, longest, want):
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-def test_nobody_measured_anything(folder):
-    assert schedules.measured(GPU) is None
-    assert schedules.describe(GPU) == "query-major everywhere: costs were not measured"
-
-
-def test_a_gpu_nobody_measured_uses_the_stand_in(folder):
-    stand_in = folder(name=schedules.STAND_IN)
-    assert schedules.measured(GPU).path == stand_in
-    own = folder()
-    assert schedules.measured(GPU).path == own
-
-
 def test_doctor_line(folder):
+    """Of the GPU's own costs, or else of the stand-in's; `test_main.py` has the line where there are none."""
+    folder(name=schedules.STAND_IN)
     path = folder()
     assert schedules.describe(GPU) == f"by costs; measured 2026-12-01, s, {path}"
-    folder(name=schedules.STAND_IN)
     path.unlink()
     settings.reload()
     assert schedules.describe(GPU).startswith("by costs; measured on NVIDIA Nobody 1, not on this GPU, 2026-12-01")
@@ -394,26 +383,21 @@ def test_where_there_is_no_gpu_it_runs_by_name_only(folder, monkeypatch):
         assert route(planned(schedule="key_major")) == NAMED
 
 
-def test_what_a_failure_is_remembered_by(folder, gpu):
-    """One kernel is one signature: key-major's block size makes another, and none is query-major's."""
+def test_what_failures_are_remembered_by(folder, gpu):
+    """One kernel is one signature: key-major's block size makes another, and none is query-major's. A backward pass has
+    one whatever the forward's schedule; by block size, as its kernels work by blocks of keys.
+    """
     folder()
     with nsa.configure(sel_triton_min_L=0):
-        key_major, blocks = planned(), planned(schedule="query_major")
-        assert key_major.instead.kernel == blocks.kernel != key_major.kernel
-        assert key_major.kernel == planned(S=512, n=8).kernel == planned(schedule="key_major").kernel
-        others = [planned(block_size=32, keys=512), planned(blocks=False, schedule="key_major"), planned(varlen=True)]
-        assert len({p.kernel for p in (key_major, blocks, *others)}) == 5
-
-
-def test_what_a_backward_failure_is_remembered_by(folder, gpu):
-    """Whatever the forward's schedule; by block size, as its kernels work by blocks of keys."""
-    folder()
-    with nsa.configure(sel_triton_min_L=0):
-        key_major, blocks = planned(), planned(schedule="query_major")
-        assert key_major.backward == key_major.instead.backward == blocks.backward == planned(S=512, n=8).backward
-        others = [planned(block_size=32, keys=512), planned(blocks=False), planned(varlen=True), planned(G=2)]
-        assert len({p.backward for p in (key_major, *others)}) == 5
-        assert not {p.kernel for p in (key_major, blocks, *others)} & {p.backward for p in (key_major, *others)}
+        key_major, blocks, longer = planned(), planned(schedule="query_major"), planned(S=512, n=8)
+        ranges = planned(blocks=False, schedule="key_major")
+        others = [planned(block_size=32, keys=512), ranges, planned(varlen=True), planned(G=2)]
+        assert key_major.kernel == longer.kernel == planned(schedule="key_major").kernel
+    assert key_major.instead.kernel == blocks.kernel
+    assert key_major.backward == key_major.instead.backward == blocks.backward == longer.backward
+    forward, backward = {p.kernel for p in (key_major, blocks, *others)}, {p.backward for p in (key_major, *others)}
+    assert (len(forward), len(backward)) == (6, 5)
+    assert not forward & backward
 
 
 # --- what is committed ------------------------------------------------------------------------------------------------

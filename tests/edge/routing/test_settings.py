@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -224,42 +225,38 @@ def test_a_backward_pass_has_the_settings_of_its_caller(device):
     assert seen[1][0] is False
 
 
+def seen_elsewhere():
+    """`force_parity` in a new thread."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(settings.get).result().force_parity
+
+
 def test_before_pytorch_2_13_the_only_open_block_counts(monkeypatch):
     """A thread that works for a backward pass. Of two threads with open blocks it cannot know which one called."""
     monkeypatch.setattr(settings, "_backward_pass", lambda: 0)
     monkeypatch.setattr(torch._C, "_is_key_in_tls", lambda name: False)
-    seen, begun, ended = [], threading.Event(), threading.Event()
+    begun, ended = threading.Event(), threading.Event()
 
     def other():
         with nsa.configure(sel_triton_min_L=5):
             begun.set()
             ended.wait()
 
-    def look():
-        thread = threading.Thread(target=lambda: seen.append(settings.get().force_parity))
-        thread.start()
-        thread.join()
-
     with nsa.configure(force_parity=True):
-        look()
+        seen = [seen_elsewhere()]
         thread = threading.Thread(target=other)
         thread.start()
         begun.wait()
-        look()
+        seen.append(seen_elsewhere())
         ended.set()
         thread.join()
-        look()
-    look()
-    assert seen == [True, False, True, False]
+        seen.append(seen_elsewhere())
+    assert [*seen, seen_elsewhere()] == [True, False, True, False]
 
 
 def test_configure_stays_in_its_thread():
-    seen = []
     with settings.configure(force_parity=True):
-        thread = threading.Thread(target=lambda: seen.append(settings.get().force_parity))
-        thread.start()
-        thread.join()
-    assert seen == [False]
+        assert seen_elsewhere() is False
 
 
 @pytest.mark.parametrize(("values", "kind", "message"), [

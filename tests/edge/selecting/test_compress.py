@@ -39,8 +39,7 @@ def test_batches(device, learned, stride):
     want = torch.stack([by_hand(m, 4, stride, weight, positions) for m in x])
     torch.testing.assert_close(got, want)
     by = torch.randn_like(want)
-    for a, b in zip(*(torch.autograd.grad(m, leaves, by) for m in (got, want)), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*(torch.autograd.grad(m, leaves, by) for m in (got, want)))
 
 
 @pytest.mark.parametrize("learned", LEARNED)
@@ -59,9 +58,7 @@ def test_packed_sequences(device, learned):
     assert not got[len(want) :].any()
     leaves = [x] if weight is None else [x, weight]
     by = torch.randn_like(want)
-    gradients = (torch.autograd.grad(m, leaves, by) for m in (got[: len(want)], want))
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*(torch.autograd.grad(m, leaves, by) for m in (got[: len(want)], want)))
 
 
 def test_tokens_of_no_window_reach_no_gradient(device):

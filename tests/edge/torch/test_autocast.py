@@ -39,9 +39,8 @@ def equal(got, want):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_is_a_cast_of_the_inputs(draw, attend, autocast, backend):
+def test_is_a_cast_of_the_inputs(qkv, attend, autocast, backend):
     """Bitwise, LSE and gradients as well: nothing else inside is computed in a lower precision."""
-    qkv = draw(S=2, S_kv=9, Dv=24)
     cast = trained(lambda *qkv: attend(*(x.to(LOW) for x in qkv), backend=backend), qkv)
 
     def call(*qkv):
@@ -56,9 +55,8 @@ def test_is_a_cast_of_the_inputs(draw, attend, autocast, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_backward_inside_autocast(draw, attend, autocast, backend):
+def test_backward_inside_autocast(qkv, attend, autocast, backend):
     """Which PyTorch advises against: the gradients are those of a backward outside."""
-    qkv = draw(S=2, S_kv=9)
     want = trained(lambda *qkv: attend(*(x.to(LOW) for x in qkv), backend=backend), qkv)
     with autocast():
         got = trained(lambda *qkv: attend(*qkv, backend=backend), qkv)
@@ -68,10 +66,9 @@ def test_backward_inside_autocast(draw, attend, autocast, backend):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
 
 
-def test_recomputation_inside_autocast(draw, attend, autocast, backward_kernel):
+def test_recomputation_inside_autocast(qkv, attend, autocast, backward_kernel):
     """The fallback of the backward keeps the precision of its own."""
     backward_kernel.error = RuntimeError("broken")
-    qkv = draw(S=2, S_kv=9)
     want = trained(lambda *qkv: attend(*(x.to(LOW) for x in qkv)), qkv)
     with autocast():
         equal(trained(attend, qkv), want)
@@ -129,8 +126,7 @@ def test_out_has_the_dtype_of_the_result(draw, attend, autocast):
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
 @pytest.mark.parametrize("where", ["around", "inside"])
-def test_compiled(draw, attend, autocast, backend, where):
-    qkv = draw(S=2, S_kv=9, Dv=24)
+def test_compiled(qkv, attend, autocast, backend, where):
     want = trained(lambda *qkv: attend(*(x.to(LOW) for x in qkv), backend=backend), qkv)
 
     def inner(*qkv):

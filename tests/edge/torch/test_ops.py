@@ -7,49 +7,20 @@ import nsa
 import nsa.kernels
 from nsa import ops
 from nsa.call import Call
-from nsa.plain.oracle import selection_reference
 
 from ...parity.pairs import in_pairs
+from ..kernels.gradients import exact
+from .test_training_tools import BACKENDS, close
 
 FORWARD = torch.ops.nsa.selection_attention
 BACKWARD = torch.ops.nsa.selection_attention_backward
 ALL_CHECKS = {"test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"}
-BACKENDS = ["auto", "triton", "sdpa", "reference"]
-PROBLEMS = ["ranges", "blocks", "varlen"]
-
-
-@pytest.fixture(params=PROBLEMS)
-def problem(request, draw, same, device):
-    """`(q, k, v), selection`, where `selection` are fields of a `Call`."""
-    if request.param == "varlen":
-        cu = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
-        spans = same([(0, 4), (2, 7)], 2, 1)
-        return draw(S=2, S_kv=18, HKV=1, Dv=24, varlen=True), {
-            "ranges": spans, "cu_seqlens_q": cu, "cu_seqlens_k": cu * 9, "max_selected": 9
-        }  # fmt: skip
-    if request.param == "blocks":
-        blocks = same([1, -1, 0], 1, 2, 1)
-        return draw(S=2, S_kv=9, HKV=1, Dv=24), {"block_indices": blocks, "block_size": 4, "scale": 0.3}
-    positions = torch.tensor([[3, 8]], device=device)
-    spans = same([(0, 4), (2, 7)], 1, 2, 1)
-    return draw(S=2, S_kv=9, HKV=1, Dv=24), {"ranges": spans, "q_positions": positions, "max_selected": 9}
+PROBLEMS = ["positions", "blocks", "varlen"]
 
 
 def arguments(qkv, selection, backend="auto"):
     """Of the operator, in the order of its schema."""
-    return ops._arguments(Call(*qkv, **selection, backend=backend))
-
-
-def want(qkv, selection, do, dlse):
-    """Gradients by the oracle."""
-    leaves = [x.detach().double().requires_grad_() for x in qkv]
-    o, lse = selection_reference(Call(*leaves, **selection, return_lse=True))
-    return torch.autograd.grad((o * do).sum() + (lse * dlse).sum(), leaves)
-
-
-def close(got, want):
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-5 * max(1.0, float(b.abs().max())))
+    return ops._arguments(Call.of(*qkv, **selection, backend=backend))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +59,7 @@ def test_gradients(problem, backend, used):
     loss = (o * do).sum() if used != "lse" else 0
     got = torch.autograd.grad(loss + (lse * dlse).sum() if used != "o" else loss, leaves)
     assert all(x.is_contiguous() and x.dtype == torch.float32 for x in got)
-    close(got, want(qkv, selection, do, dlse))
+    close([x.double() for x in got], exact(*qkv, do, dlse, **selection), 2e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -101,12 +72,11 @@ def test_gradients_of_strided_inputs(draw, same, backend):
     inputs = arguments([x.detach() for x in (q, k, v)], selection, backend)
     got = BACKWARD(do, None, o, lse, [True] * 3, *inputs)
     assert all(x.is_contiguous() for x in got)
-    close(got, want((q, k, v), selection, do, torch.zeros_like(lse)))
+    close([x.double() for x in got], exact(q, k, v, do, **selection), 2e-5)
 
 
 def test_kernel_is_launched_once_and_counted(problem):
     """The kernel that the package has. (Another one stands in for it below.)"""
-    pytest.importorskip("nsa.kernels.backward.plan")
     qkv, selection = problem
     leaves = [x.requires_grad_() for x in qkv]
     o, _ = FORWARD(*arguments(leaves, selection))
@@ -143,7 +113,7 @@ def test_what_the_plan_is_made_from(problem, backward_kernel):
         leaves = [x.detach().requires_grad_() for x in qkv]
         FORWARD(*arguments(leaves, selection))[0].sum().backward()
     assert backward_kernel.planned == 1
-    for name, x in Call(*leaves, **selection)._asdict().items():
+    for name, x in Call.of(*leaves, **selection)._asdict().items():
         got = getattr(backward_kernel.call, name)
         if name not in ("settings", "return_lse"):
             assert torch.equal(got, x) if isinstance(x, torch.Tensor) else got == x

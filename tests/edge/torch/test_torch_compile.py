@@ -12,6 +12,10 @@ import nsa
 import nsa.kernels
 from nsa import settings
 
+from .test_training_tools import close
+
+ROUNDING = 1e-6  # an eager call takes the SDPA layout measured on this GPU, a traced one does not
+
 
 @pytest.fixture(autouse=True)
 def no_compiled_code():
@@ -38,19 +42,12 @@ def compiled(**keywords):
     return call, torch.compile(call, backend="aot_eager", fullgraph=True)
 
 
-@pytest.fixture(params=["ranges", "blocks", "positions", "varlen"])
-def problem(request, draw, same, device):
+@pytest.fixture
+def problem(problem):
     """`(q, k, v), tensors, keywords`."""
-    if request.param == "varlen":
-        cu = torch.tensor([0, 1, 3], dtype=torch.int32, device=device)
-        tensors = {"ranges": same([(0, 7), (9, 13)], 3, 2), "cu_seqlens": (cu, cu * 7)}
-        return draw(S=3, S_kv=21, varlen=True), tensors, {"max_selected": 11}
-    if request.param == "blocks":
-        return draw(), {"block_indices": same([1, -1, 0], 1, 3, 2)}, {"block_size": 7}
-    tensors = {"ranges": same([(0, 7), (9, 24)], 1, 3, 2)}
-    if request.param == "positions":
-        tensors["q_positions"] = torch.tensor([[3, -1, 23]], device=device)
-    return draw(), tensors, {"max_selected": 22}
+    qkv, selection = problem
+    keywords = {name: x for name, x in selection.items() if isinstance(x, int | float)}
+    return qkv, {name: x for name, x in selection.items() if name not in keywords}, keywords
 
 
 def test_forward_on_auto(problem):
@@ -88,12 +85,6 @@ def gradients(call, problem, return_lse):
     return o.detach(), *torch.autograd.grad(loss, leaves)
 
 
-def close(got, want):
-    """An eager call takes the SDPA layout measured on this GPU, a traced one does not: other rounding."""
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6 * max(1.0, float(b.abs().max())))
-
-
 @pytest.fixture
 def with_lse(problem):
     """Of blocks and of positions: what returns the LSE does not depend on the kind of selection."""
@@ -103,7 +94,7 @@ def with_lse(problem):
 def test_gradients_of_sdpa_by_name(problem, with_lse):
     calls = compiled(**problem[2], backend="sdpa", return_lse=with_lse)
     with launching(forward=0, backward=0):
-        close(*(gradients(call, problem, with_lse) for call in reversed(calls)))
+        close(*(gradients(call, problem, with_lse) for call in reversed(calls)), ROUNDING)
 
 
 def test_lengths_change_without_compiling_for_each(draw, same):
@@ -141,7 +132,7 @@ def test_training_lengths_change_without_compiling_for_each(draw, same, device, 
         tensors = {"selection": same([1, 0], *lead) if kind == "blocks" else same([(0, 4), (3, 7)], *lead)}
         tensors |= {"cu_seqlens": torch.tensor([0, 1, S], dtype=torch.int32, device=device)} if varlen else {}
         with launching(*[2 * (backend == "auto")] * 2):
-            close(*(gradients(x, (qkv, tensors, {}), False) for x in (graph, call)))
+            close(*(gradients(x, (qkv, tensors, {}), False) for x in (graph, call)), ROUNDING)
     assert count.frame_count == 1
 
 
@@ -160,7 +151,7 @@ def test_one_operator_for_each_direction(problem, with_lse):
     call, _ = compiled(**problem[2], return_lse=with_lse)
     with launching(forward=1, backward=1):
         got = gradients(torch.compile(call, backend=keep, fullgraph=True), problem, with_lse)
-    close(got, gradients(call, problem, with_lse))
+    close(got, gradients(call, problem, with_lse), ROUNDING)
     found = [[str(node.target) for node in g.graph.nodes if node.op == "call_function"] for g in graphs]
     ours = ["nsa.selection_attention.default"], ["nsa.selection_attention_backward.default"]
     assert tuple([name for name in names if name.startswith("nsa")] for names in found) == ours
