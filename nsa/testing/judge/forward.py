@@ -237,6 +237,10 @@ def cached_parity(
     """
     (o, lse), (o_want, lse_want) = got, want
     assert o.dtype == dtype, f"{head}: expected {dtype}, got {o.dtype}"
+    for name, x, wanted in (("O", o, o_want), ("an LSE", lse, lse_want)):
+        if x is not None:  # results of other shapes could be equal once they are broadcast
+            shapes = tuple(wanted.shape), tuple(x.shape)
+            assert shapes[0] == shapes[1], f"{head}: expected {name} of shape {shapes[0]}, got {shapes[1]}"
     bound, error = max(6 * torch.finfo(dtype).eps, 1e-5) * max(1.0, largest(o_want)), largest(errors(o, o_want))
     assert error <= bound, f"{head}: error {error:.4g} > bound {bound:.4g}; {first_wrong(o, o_want, bound)}"
     empty = lse_want == -math.inf
