@@ -20,7 +20,7 @@ class KeyMajor(Family):
         return schedules.why(call, shape, device_name, self.name) if can_number(call, shape) else None
 
     def plan(self, call: Call, shape: Shape, schedule: str, skips: bool = False) -> Any:
-        steps = QUERY_MAJOR.plan_steps(call, shape) if has_steps(call, shape) else None
+        steps = QUERY_MAJOR.kernels.plan(call, shape, steps=True) if has_steps(call, shape) else None
         return self.kernels.plan(call, shape, skips, steps)
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from nsa.call import Call
 from nsa.kernels.shared import sources
+from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.shape import Shape
 
 
@@ -66,4 +67,7 @@ class Family:
         Raises:
             DoesNotFit: the family cannot serve the call, as :meth:`why_not` says, or for another reason.
         """
-        raise NotImplementedError
+        why_not = self.why_not(call, shape)
+        if why_not is not None:
+            raise DoesNotFit(why_not)
+        return self.kernels.plan(call, shape)
