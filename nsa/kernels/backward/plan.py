@@ -35,7 +35,7 @@ from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import TRITON, Variant, remembered, workspaces
 from nsa.kernels.shared.shape import RANGES, TILED, Shape, shape_of
-from nsa.kernels.shared.sizes import ALWAYS, INT32_MAX, span_bucket
+from nsa.kernels.shared.sizes import ALWAYS, INT32_MAX, span_bucket, tiles_at_once
 from nsa.kernels.union import kernel as union_kernels
 from nsa.kernels.union import tiles as union_tiles
 
@@ -208,10 +208,9 @@ def _unions(
     if tile is None or not union_tiles.fits(g.S_kv, sizes["size"]):
         return None
     cost, gain = rule.worth
-    return Unions(
-        _by_union((call.q.device, call.q.dtype, *call.dtypes()), tile, **shared), tile,
-        sizes | {"cost": cost, "gain": gain * tile.HEADS}, union_tiles.tiles_at_once(tile, sizes["HKV"]),
-    )  # fmt: skip
+    at_once = tiles_at_once(-(-g.tokens // tile.TOKENS), 8 * sizes["HKV"] * tile.TOKENS * tile.SLOTS)
+    kernels = _by_union((call.q.device, call.q.dtype, *call.dtypes()), tile, **shared)
+    return Unions(kernels, tile, sizes | {"cost": cost, "gain": gain * tile.HEADS}, at_once)
 
 
 @remembered

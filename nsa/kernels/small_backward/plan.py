@@ -20,7 +20,7 @@ from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import Variant, remembered, workspaces
 from nsa.kernels.shared.shape import BATCH, Shape
-from nsa.kernels.shared.sizes import INT32_MAX
+from nsa.kernels.shared.sizes import INT32_MAX, list_programs, tiles_at_once
 from nsa.kernels.small_backward import kernel as kernels
 from nsa.kernels.small_backward import tiles
 from nsa.kernels.small_blocks.plan import steps_of
@@ -150,8 +150,8 @@ def backward(
         """Make the lists of tiles of so many tokens, pass by pass: the pass's first tile, its tiles, and its lists."""
         room = launch.room(tokens)
         number = -(-g.tokens // tokens)
-        once = tiles.at_once(room, lists, number)
-        programs = tiles.list_programs(lists, launch.keys, once)
+        once = tiles_at_once(number, 8 * lists * room)
+        programs = list_programs(once, lists * launch.keys)
         places, masks, count, bound, where, unsorted = workspaces(
             device,
             places=(once * lists * room, torch.int32),

@@ -17,12 +17,6 @@ WINDOW = 30
 
 PROGRAMS = 96  # of a window and a KV head, for dK and dV
 
-LIST_BYTES = 64 << 20
-"""Limit of the lists of one pass. Longer calls take several passes."""
-PLACE_BYTES = 64 << 20
-"""Limit of the places of blocks, which decides how many programs make lists at a time."""
-LIST_PROGRAMS = 1024
-
 
 class Choice(NamedTuple):
     """What a sweep varies. 0 stands for the rule."""
@@ -104,13 +98,3 @@ def select(capability: int, itemsize: int, G: int, D: int, Dv: int, n: int, choi
 def keys_of(call: Call, shape: Shape) -> int:
     """Keys of all sequences."""
     return shape.B * shape.S_kv if shape.layout == BATCH else call.k.shape[0]
-
-
-def at_once(room: int, lists: int, tiles: int) -> int:
-    """Tiles of one pass: as many as lists within `LIST_BYTES` hold."""
-    return max(1, min(tiles, LIST_BYTES // (8 * max(lists * room, 1))))
-
-
-def list_programs(lists: int, keys: int, tiles: int) -> int:
-    """Programs of the list kernel for each of ``lists``."""
-    return max(1, min(tiles, LIST_PROGRAMS, PLACE_BYTES // (4 * max(lists * keys, 1))))

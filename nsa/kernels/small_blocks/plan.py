@@ -130,11 +130,10 @@ def plan(call: Call, shape: Shape) -> Launch:
     unions = None
     if tile is not None:
         blocks = -(-g.S_kv // size)
-        once = number if splits > 1 else tiles.at_once(tile, lists, g.n, number)
+        once = number if splits > 1 else sizes.tiles_at_once(number, 12 * lists * tile.TOKENS * g.n)
         lister, *united = _of_unions(device, dtype, (*kinds, alike), tile, splits > 1, **shared)
-        unions = Unions(
-            lister, (united[0], united[1]), tile, worth, number, once, tiles.list_programs(lists, blocks, once), blocks
-        )
+        listing = sizes.list_programs(once, lists * blocks)
+        unions = Unions(lister, (united[0], united[1]), tile, worth, number, once, listing, blocks)
     programs = (number if together else g.tokens) * g.HKV * -(-g.G // rows.HEADS)
     grid = (programs, splits, 1)
     if tile is not None and together:
