@@ -14,8 +14,7 @@ from torch import Tensor
 
 from nsa.call import Call
 from nsa.kernels import launches
-from nsa.kernels.backward.kernel import _delta_kernel
-from nsa.kernels.backward.plan import STATS_ROWS
+from nsa.kernels.backward.plan import delta_kernels, statistics
 from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import Variant, remembered, workspaces
@@ -41,8 +40,6 @@ class Launch(NamedTuple):
     programs: int  # of dK and dV, for each window and KV head
     narrow: bool  # all sizes fit int32
     scale: float  # of a call that names none
-
-    unites = False
 
     @property
     def queries(self) -> int:
@@ -104,10 +101,8 @@ def _kernels(
     dq = wide | {name: getattr(tile, name) for name in ("TOKENS", "HEADS", "ROWS", "DQ_N")}
     dkdv = wide | {name: getattr(tile, name) for name in ("WINDOW", "BLOCK_M", "BLOCK_N")}
     often = {"BLOCK_M": FEW, "BLOCK_N": FEW, "OFTEN": True, "BRANCH": False}
-    delta = {"Dv": heads["Dv"], "BLOCK_DV": tile.BLOCK_DV, "ROWS": STATS_ROWS}
     return {
-        "delta": Variant(_delta_kernel, delta, {"num_warps": 1}),
-        "delta_lse": Variant(_delta_kernel, delta, {"num_warps": 1}),
+        **delta_kernels(heads["Dv"], tile.BLOCK_DV),
         "lists of tiles": Variant(kernels._unite_kernel, made | {"TOKENS": tile.TOKENS}, few),
         "lists of windows": Variant(kernels._unite_kernel, made | {"TOKENS": tile.WINDOW}, few),
         "dq": Variant(kernels._small_dq_kernel, dq, {"num_warps": tile.dq_warps, "num_stages": tile.dq_stages}),
@@ -139,11 +134,7 @@ def backward(
     index = [x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, call.cu_seqlens_k)]
     scale, narrow = launch.scale if call.scale is None else call.scale, launch.narrow
     launches[route] += 1
-    rows = g.tokens * g.G * g.HKV
-    (stats,) = workspaces(device, stats=(2 * rows, torch.float32))
-    launch.kernels["delta" if dlse is None else "delta_lse"].launch(
-        (-(-rows // STATS_ROWS), 1, 1), device, (o, do, lse, dlse, stats), (rows,), narrow
-    )
+    stats = statistics(launch, do, dlse, o, lse)
     given = q, k, v, do, stats
 
     def listed(name: str, tokens: int, stats: Tensor | None) -> Any:
