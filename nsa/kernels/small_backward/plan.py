@@ -40,16 +40,12 @@ class Launch(NamedTuple):
     programs: int  # of dK and dV, for each window and KV head
     narrow: bool  # all sizes fit int32
     scale: float  # of a call that names none
+    pins: dict[str, Exact]  # with these, another call compiles the same variants
 
     @property
     def queries(self) -> int:
         """Of the guard's small call: more than a window has."""
         return self.tile.WINDOW + 3
-
-    @property
-    def pins(self) -> dict[str, Exact]:
-        """Pins with which another call compiles the same variants."""
-        return {"small_backward": Exact(tuple(self.tile))}
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -86,7 +82,7 @@ def plan(call: Call, shape: Shape) -> Launch:
     made = _kernels((device, dtype, *call.dtypes()), tile, call.causal, size, g.layout, branch, FLAT=flat, **heads)
     return Launch(
         made, tile, device, g, keys, lists, steps, programs, max(sizes) <= INT32_MAX,
-        1.0 / math.sqrt(g.D),
+        1.0 / math.sqrt(g.D), {"small_backward": Exact(tuple(tile))},
     )  # fmt: skip
 
 
