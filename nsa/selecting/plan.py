@@ -24,7 +24,6 @@ from nsa.selecting.scores import _lse_kernel, _scores_kernel
 WORKSPACE = 256 * 2**20
 """Bytes of scores that stand in memory at a time, at most, unless one tile of queries needs more."""
 
-
 SPARE = 6144
 """Bytes of shared memory that a program needs beside its queries and keys."""
 
@@ -143,8 +142,7 @@ def select(r: Request, out: Tensor, tile: Tile | None = None) -> Tensor:
     at_once = max(1, min(tiles, WORKSPACE // (4 * tile.TOKENS * r.lists * width)))
     steps = max(1, -(-r.rows // max(tile.N, r.size)))  # tiles of keys, or blocks
     splits = _splits(at_once * programs, steps, tile.programs, 2 * processors)
-    lse_parts = splits if r.score == "softmax" and r.lse is None else 0
-    lse_parts = min(lse_parts, 8)
+    lse_parts = min(splits, 8) if r.score == "softmax" and r.lse is None else 0
     block = next_power_of_2(min(r.blocks, tile.BLOCK))
     chunked = r.blocks > block
     q_strides = (0,) * (4 - r.q.dim()) + r.q.stride()[:-1]
@@ -157,9 +155,8 @@ def select(r: Request, out: Tensor, tile: Tile | None = None) -> Tensor:
         "PER_KEY": per_key, "K_STEP": int(r.k_scale is not None and r.k_scale.numel() > 1), "UNIT": unit,
         "INPUT_PRECISION": "ieee", "BLOCK_D": padded(D),
     }  # fmt: skip
-    index = [x if x is None else x.contiguous() for x in (r.q_positions, r.cu_q, r.cu_k, r.cache_seqlens, r.k_scale)]
-    positions, ends, cu_k, cache_seqlens, k_scale = index
-    about = positions, ends, cu_k if cache_seqlens is None else cache_seqlens
+    lengths = r.cu_k if r.cache_seqlens is None else r.cache_seqlens
+    *about, k_scale = (x if x is None else x.contiguous() for x in (r.q_positions, r.cu_q, lengths, r.k_scale))
     weights, lse = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (r.weights, r.lse))
     table = r.block_table
     if table is not None and table.shape[1] > 1 and table.stride(1) != 1:
