@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 
-import nsa
 from nsa import gpu, routing, schedules, settings
 from nsa.kernels.query_major import tiles
 from nsa.kernels.query_major.tiles import Choice, Point
@@ -169,14 +168,6 @@ def test_a_call_on_a_gpu_that_misses_the_threshold_says_one_line(packaged, caplo
     assert routing._device_facts(torch.device("cuda", 0))[:2] == (NAME, "heads_as_queries")
     assert gpu.min_L_for(NAME) == 2048
     assert said(caplog) == [("nsa", NOT_MEASURED)]
-
-
-def test_an_explicit_threshold_comes_before_the_measured_one(packaged, caplog):
-    packaged(THRESHOLD)
-    with nsa.configure(sel_triton_min_L=0):
-        assert [gpu.min_L_for(name) for name in (NAME, "Unmeasured GPU")] == [0, 0]
-    assert gpu.min_L_for(NAME) == 64
-    assert said(caplog) == []
 
 
 @pytest.mark.parametrize("value", ["null", "off"])
