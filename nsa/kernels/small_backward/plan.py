@@ -52,10 +52,6 @@ class Launch(NamedTuple):
         """All that a call may launch."""
         return tuple(self.kernels.values())
 
-    def room(self, tokens: int) -> int:
-        """Entries that the union of so many tokens may take: a row that lists a new block twice takes two."""
-        return max(1, tokens * self.shape.n)
-
 
 def plan(call: Call, shape: Shape) -> Launch:
     """Tiles and run-time sizes of a backward pass. They hold for every call with the same key."""
@@ -63,16 +59,14 @@ def plan(call: Call, shape: Shape) -> Launch:
     g = shape.without_output()
     capability, _ = gpu.limits(device)
     pin = call.settings.pin.get("small_backward")
-    if isinstance(pin, Exact):
-        tile = tiles.Tile(*pin.tile)
-    else:
-        tile = tiles.select(capability, dtype.itemsize, g.G, g.D, g.Dv, g.n, pin or tiles.RULES)
+    choice = tiles.RULES if pin is None or isinstance(pin, Exact) else pin
+    tile = tiles.select(capability, dtype.itemsize, g.G, g.D, g.Dv, g.n, choice)
+    tile = tiles.Tile(*pin.tile) if isinstance(pin, Exact) else tile
     assert call.block_indices is not None
     lists = 1 if call.block_indices.stride()[-2] == 0 else g.HKV
     heads = {"G": g.G, "D": g.D, "Dv": g.Dv, "HKV": g.HKV, "STRIDE_UNIT": g.unit, "INPUT_PRECISION": "ieee"}
     size = call.block_size or 1
-    programs = tiles.PROGRAMS if pin is None or isinstance(pin, Exact) else pin.programs or tiles.PROGRAMS
-    programs = max(1, min(programs, -(-tile.WINDOW * g.n * size // tile.BLOCK_N)))
+    programs = max(1, min(choice.programs or tiles.PROGRAMS, -(-tile.WINDOW * g.n * size // tile.BLOCK_N)))
     keys = tiles.keys_of(call, g)
     steps = steps_of(call.block_indices, lists)
     sizes = g.B, g.S, g.S_kv, g.n, g.tokens * g.G * g.HKV, keys, *g.strides, *(steps or ())
@@ -135,7 +129,7 @@ def backward(
 
     def listed(name: str, tokens: int, stats: Tensor | None) -> Any:
         """Make the lists of tiles of so many tokens, pass by pass: the pass's first tile, its tiles, and its lists."""
-        room = launch.room(tokens)
+        room = tokens * g.n  # entries that the union may take: a row that lists a new block twice takes two
         number = -(-g.tokens // tokens)
         once = tiles_at_once(number, 8 * lists * room)
         programs = list_programs(once, lists * launch.keys)
