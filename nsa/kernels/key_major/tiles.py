@@ -275,10 +275,3 @@ def even(tokens: int, most: int) -> int:
     pieces = -(-tokens // most)
     rounded = -(-tokens // (64 * pieces)) * 64
     return rounded if rounded <= most else max(most // 64 * 64, 1) if most >= 64 else most
-
-
-def workspace_bytes(w: Windows, G: int, Dv: int, itemsize: int, spans: bool) -> int:
-    """Bytes that a call allocates beside its results."""
-    parts = w.window * w.row * G * (Dv * itemsize + 4)
-    lists = w.tokens * w.row * (12 if spans else 8) + w.most * w.window * w.row * 4
-    return parts + lists + w.most * w.heads * (8 * w.blocks + 12 * w.work)
