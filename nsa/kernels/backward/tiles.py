@@ -45,16 +45,13 @@ smaller calls it costs more to list blocks twice than unions gain."""
 LEAST_UNION_G = 8
 """Smallest group with unions. A tile of a smaller group has so many tokens that its union is seldom worth reading."""
 
-WORTH = Worth(cost=64, gain=3)
-"""Which unions are worth reading, as `WORTH` of the union's tiles."""
-
 
 class Unions(NamedTuple):
     """Which calls have unions, and which unions are worth reading."""
 
     rows: int = UNIONS_FROM
     least_G: int = LEAST_UNION_G
-    worth: Worth = WORTH
+    worth: Worth = union_tiles.WORTH
 
 
 class Choice(NamedTuple):
