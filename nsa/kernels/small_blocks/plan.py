@@ -70,11 +70,7 @@ class Launch(NamedTuple):
 
 
 def plan(call: Call, shape: Shape) -> Launch:
-    """Tiles, splits and run-time sizes of a launch.
-
-    Raises:
-        DoesNotFit: an offset within the lists does not fit the kernels' int32.
-    """
+    """Tiles, splits and run-time sizes of a launch."""
     g, device, dtype, size = shape, call.q.device, call.q.dtype, call.block_size
     assert size is not None and call.block_indices is not None
     capability, processors = gpu.limits(device)
