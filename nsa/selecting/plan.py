@@ -93,19 +93,17 @@ def _variants(
     tail: bool, score: str, **sizes: Any,
 ) -> tuple[Variant, Variant, Variant]:  # fmt: skip
     """The kernels for LSE, scores and choice."""
-    where = {name: sizes[name] for name in ("LAYOUT", "STRIDE", "WINDOW")}
-    of_tile = {name: getattr(tile, name) for name in ("TOKENS", "LISTS", "HEADS", "N")}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    number = SCORES.index(score)
-    size, N = sizes["SIZE"], tile.N
+    size, N = sizes.pop("SIZE"), tile.N
+    of_score = {"SIZE": size, "SCORE": SCORES.index(score)}
     parts = 0 if size & (size - 1) == 0 and size <= N else -(-size // N)
-    common = {name: x for name, x in sizes.items() if name != "SIZE"} | of_tile
-    chosen = where | {"SIZE": size, "SCORE": number, "TAIL": tail, "TOKENS": tile.TOKENS}
+    common = sizes | {name: getattr(tile, name) for name in ("TOKENS", "LISTS", "HEADS", "N")}
+    scored = common | of_score | {"PARTS": parts, "LSE_PARTS": lse_parts}
+    chosen = {name: common[name] for name in ("LAYOUT", "STRIDE", "WINDOW", "TOKENS")} | of_score
+    chosen |= {"TAIL": tail, "BLOCK": block, "KEPT": kept, "CHUNKED": chunked}
     warps = max(1, min(16, block // 1024))
     # Registers of a thread, so that three programs fit a multiprocessor. Triton for AMD has no such option.
     fewer = {"maxnreg": 80} if warps > 1 and gpu.runs_ptx(device) else {}
-    scored = common | {"SIZE": size, "SCORE": number, "PARTS": parts, "LSE_PARTS": lse_parts}
-    chosen |= {"BLOCK": block, "KEPT": kept, "CHUNKED": chunked}
     # `nsa.guard` tries calls of attention only. A kernel that does not compile raises, and plain PyTorch serves.
     return (
         Variant(_lse_kernel, common, options, tried_first=False),
