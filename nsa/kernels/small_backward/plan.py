@@ -68,7 +68,7 @@ def plan(call: Call, shape: Shape) -> Launch:
     size = call.block_size or 1
     programs = max(1, min(choice.programs or tiles.PROGRAMS, -(-tile.WINDOW * g.n * size // tile.BLOCK_N)))
     keys = tiles.keys_of(call, g)
-    steps = steps_of(call.block_indices, lists)
+    steps = steps_of(call.block_indices)
     sizes = g.B, g.S, g.S_kv, g.n, g.tokens * g.G * g.HKV, keys, *g.strides, *(steps or ())
     branch = capability == 90 and dtype.itemsize == 2  # for `wgmma`
     long = zip((0, 3, 6), (g.S, g.S_kv, g.S_kv), strict=True)

@@ -97,8 +97,7 @@ def plan(call: Call, shape: Shape) -> Launch:
         programs = g.tokens * g.HKV * -(-g.G // rows.HEADS)
         together = tile is not None and splits == 1 and programs > choice.left * processors
     number = 0 if tile is None else _tiles(g, run, tile)
-    selection = call.block_indices
-    lists = 1 if selection.stride()[-2] == 0 else g.HKV
+    lists = 1 if call.block_indices.stride()[-2] == 0 else g.HKV
     early = gpu.runs_ptx(device) and capability >= 90 and compiler.gdc_wait is not None
     pairs = g.pairs and sizes.pairs(rows.BLOCK_G, rows.BLOCK_DV)
     shared: dict[str, Any] = {
@@ -124,7 +123,7 @@ def plan(call: Call, shape: Shape) -> Launch:
     grid = (programs, splits, 1)
     if tile is not None and together:
         grid = (programs, max(1, min(tile.TOKENS, choice.left * processors // max(programs, 1))), 1)
-    steps = steps_of(selection, lists)
+    steps = steps_of(call.block_indices)
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, g.tokens, *g.strides, g.pages, g.stride_tb, *(steps or ())) <= INT32_MAX
     more = (splits, None if tile is None else tuple(tile), alike, together)
     return Launch(
@@ -154,7 +153,7 @@ def _tiles(g: Shape, run: int, tile: tiles.Unions) -> int:
     return g.tokens // max(run, 1) * -(-run // tile.TOKENS)
 
 
-def steps_of(selection: Tensor, lists: int) -> tuple[int, int] | None:
+def steps_of(selection: Tensor) -> tuple[int, int] | None:
     """Elements from a token's list to the next, and from a KV head's list to the next, if one number says so."""
     *outer, head, last = selection.stride()
     if last != 1 and selection.shape[-1] > 1:
