@@ -11,8 +11,8 @@ from nsa.call import Call
 from nsa.doctor import Shaped
 from nsa.gpu import Costs, device_slug
 from nsa.kernels.families import OF_SCHEDULE
+from nsa.kernels.key_major import family as key_family
 from nsa.kernels.key_major import tiles as key_tiles
-from nsa.kernels.key_major.family import can_number
 from nsa.kernels.shared.shape import shape_of
 from nsa.work import Job, work
 
@@ -223,7 +223,7 @@ def test_what_pays_fits(sequences, S_kv, packed, block_size):
     except ValueError:
         fits = False
     shape = SimpleNamespace(B=sequences, S_kv=keys, HKV=8, n=16, packed=packed)
-    taken = can_number(SimpleNamespace(block_size=block_size), shape)
+    taken = key_family.can_number(SimpleNamespace(block_size=block_size), shape)
     assert not taken or fits
     assert taken or sequences * S_kv >= 2**28
 
