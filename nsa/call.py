@@ -92,13 +92,6 @@ class Call(NamedTuple):
         return tuple.__new__(Call, (*self[: TENSORS - 1], out, *self[TENSORS:]))
 
     @property
-    def cu_seqlens(self) -> tuple[Tensor, Tensor] | None:
-        """``(cu_seqlens_q, cu_seqlens_k)``, or None."""
-        if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
-            return None
-        return self.cu_seqlens_q, self.cu_seqlens_k
-
-    @property
     def page_size(self) -> int | None:
         """Keys of a page; None if the cache has no pages."""
         return None if self.block_table is None else self.k.shape[1]

@@ -51,10 +51,7 @@ def report_cache(call: Call) -> None:
     ):
         _warn("cache_seqlens", expected, [f"{lengths[b]} of sequence {b}" for b in wrong.nonzero()[:, 0].tolist()])
     if block_table is not None:
-        table = block_table.long().cpu()
-        used = torch.arange(table.shape[1]) * size < lengths.clamp(0, room)[:, None]
-        missing = (used & ((table < 0) | (table >= pages))).nonzero().tolist()
-        _warn("block_table", f"expected pages 0 to {pages - 1}", [f"{table[b, i]} at [{b}, {i}]" for b, i in missing])
+        _warn_of_pages(block_table, pages, size, lengths.clamp(0, room))
 
 
 def report_selection(r: Request) -> None:
@@ -68,12 +65,8 @@ def report_selection(r: Request) -> None:
         wrong = ((lengths < 0) | (lengths > room)).nonzero()[:, 0].tolist()
         _warn("cache_seqlens", f"expected 0 to {room}", [f"{lengths[b]} of sequence {b}" for b in wrong])
         if r.block_table is not None:
-            table = r.block_table.long().cpu()
             keys = ((lengths.clamp(0, room) - r.window) // r.stride + 1).clamp(0, r.rows)
-            used = torch.arange(table.shape[1]) * r.page < keys[:, None]
-            missing = (used & ((table < 0) | (table >= r.k.shape[0]))).nonzero().tolist()
-            expected = f"expected pages 0 to {r.k.shape[0] - 1}"
-            _warn("block_table", expected, [f"{table[b, i]} at [{b}, {i}]" for b, i in missing])
+            _warn_of_pages(r.block_table, r.k.shape[0], r.page, keys)
     count, tokens = plain.count_nan(r)
     _warn("scores", "expected none that is NaN", [f"{count} of {tokens} tokens"] * (count > 0))
 
@@ -85,6 +78,14 @@ def _queries(ends: torch.Tensor, T: int) -> torch.Tensor:
     wrong = torch.cat((ends[:1] != 0, (values < 0) | (ends[1:] > T)))
     _warn("cu_seqlens_q", expected, [f"{ends[i]} at [{i}]" for i in wrong.nonzero()[:, 0].tolist()])
     return values
+
+
+def _warn_of_pages(block_table: torch.Tensor, pages: int, page_size: int, keys: torch.Tensor) -> None:
+    """Warn of entries outside ``[0, pages)`` among those that the ``keys`` of each sequence use."""
+    table = block_table.long().cpu()
+    used = torch.arange(table.shape[1]) * page_size < keys[:, None]
+    missing = (used & ((table < 0) | (table >= pages))).nonzero().tolist()
+    _warn("block_table", f"expected pages 0 to {pages - 1}", [f"{table[b, i]} at [{b}, {i}]" for b, i in missing])
 
 
 def _warn(name: str, expected: str, values: list[str]) -> None:

@@ -90,15 +90,6 @@ def device_slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
 
 
-def min_L_for(device_name: str) -> int:
-    """Keys from which on a row uses Triton on this GPU: the explicit setting, else the measured value, else 2048.
-
-    For a GPU that was not measured, one warning per process names the command that measures it.
-    """
-    explicit = settings.get().sel_triton_min_L
-    return _measured_min_L(device_name) if explicit is None else explicit
-
-
 @functools.lru_cache(maxsize=64)
 def measured(device_name: str) -> Gpu:
     """The measurements of a GPU model, as CUDA names it: each section from the user's file, else from the packaged one.
@@ -115,8 +106,11 @@ def measured(device_name: str) -> Gpu:
 
 
 @functools.cache
-def _measured_min_L(device_name: str) -> int:
-    """`min_L_for` without an explicit setting. Cached, so that the warning is logged once per device."""
+def min_L_for(device_name: str) -> int:
+    """Keys from which on a row uses Triton on this GPU, where no setting says so: the measured value, else 2048.
+
+    For a GPU that was not measured, one warning per process names the command that measures it.
+    """
     threshold = measured(device_name).threshold
     if threshold is not None:
         return threshold.sel_triton_min_L
@@ -129,7 +123,7 @@ def _measured_min_L(device_name: str) -> int:
     return DEFAULT_MIN_L
 
 
-settings.ON_RELOAD += [measured.cache_clear, _measured_min_L.cache_clear]
+settings.ON_RELOAD += [measured.cache_clear, min_L_for.cache_clear]
 
 
 # --- the parser -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from nsa import dispatch, overlap, routing, settings, torch_modes
 from nsa.api import selection_attention
 from nsa.call import Call
 from nsa.torch_modes import any_autocast_enabled, odd, transforms_active
-from nsa.validate import check_tensors, integer, number
+from nsa.validate import check_dtype, check_ndim, check_shape, check_tensors, integer, number
 
 
 def _direct(
@@ -182,16 +182,11 @@ def _original_layout(
     check_tensors(Q=Q, K=K, V=V)
     layouts = {"Q": "[B, S, HKV, G, D]", "K": "[B, HKV, S_kv, D]", "V": "[B, HKV, S_kv, Dv]"}
     for x, (name, layout) in zip((Q, K, V), layouts.items(), strict=True):
-        if x.dim() != layout.count(",") + 1:
-            raise ValueError(f"{name}: expected {layout}, got shape {list(x.shape)}")
-        if x.dtype != Q.dtype:
-            wanted, got = (str(dtype).removeprefix("torch.") for dtype in (Q.dtype, x.dtype))
-            raise TypeError(f"{name}: expected dtype {wanted} (that of Q), got {got}")
+        check_ndim(name, x, layout)
+        check_dtype(name, x.dtype, (Q.dtype,), " (that of Q)")
     B, _, HKV, _, D = Q.shape
     for name, x, last in (("K", K, D), ("V", V, V.shape[3])):
-        shape = [B, HKV, K.shape[2], last]
-        if list(x.shape) != shape:
-            raise ValueError(f"{name}: expected {layouts[name]} = {shape}, got {list(x.shape)}")
+        check_shape(name, x, layouts[name], (B, HKV, K.shape[2], last))
     o = selection_attention(
         Q.flatten(2, 3), K.transpose(1, 2), V.transpose(1, 2), ranges=ranges, causal=causal, scale=scale,
         max_selected=max_selected, backend=backend,

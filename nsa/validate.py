@@ -135,6 +135,7 @@ def check_contiguous(*named: tuple[str, Tensor | None]) -> None:
 def check_ends(name: str, m: Tensor) -> None:
     if len(m.shape) != 1 or m.shape[0] < 1:
         raise ValueError(f"{name}: expected [B + 1] with B >= 0, got shape {_shape(m.shape)}")
+    check_dtype(name, m.dtype, INDEX_DTYPES)
 
 
 def _check_sequences(call: Call) -> int:
@@ -143,7 +144,7 @@ def _check_sequences(call: Call) -> int:
     for name, m in (("cu_seqlens_q", call.cu_seqlens_q), ("cu_seqlens_k", call.cu_seqlens_k)):
         if m is not None:
             check_ends(name, m)
-            _check_index(name, m, call.q.device)
+            check_device(name, m, call.q.device)
     if call.cu_seqlens_k is not None and call.cu_seqlens_q.shape != call.cu_seqlens_k.shape:
         raise ValueError(
             f"cu_seqlens_k: expected {_shape(call.cu_seqlens_q.shape)} (that of cu_seqlens_q), "

@@ -168,10 +168,6 @@ def _sharded(
     return Sharded(call, group, keys, passes.groups(HKV, heads_at_once), keep)
 
 
-def _without_tensors(call: Call) -> Call:
-    return Call._make((*[None] * TENSORS, *call[TENSORS:]))
-
-
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, s: Sharded, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,7 +176,8 @@ class _Attention(torch.autograd.Function):
             return o, lse
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*s.call[:TENSORS], o, lse, *kept.values())
-        ctx.sharded, ctx.kept = s._replace(call=_without_tensors(s.call)), tuple(kept)
+        without_tensors = Call._make((*[None] * TENSORS, *s.call[TENSORS:]))
+        ctx.sharded, ctx.kept = s._replace(call=without_tensors), tuple(kept)
         return o, lse
 
     @staticmethod

@@ -38,18 +38,14 @@ class _Gather(torch.autograd.Function):
         return total.to(parts.dtype), None, None
 
 
-def _gather(x: Tensor, ranks: int, group: str) -> Tensor:
-    whole: Tensor = _Gather.apply(x, ranks, group)  # type: ignore[no-untyped-call]
-    return whole
-
-
 def attend(
     q: Tensor, k: Tensor, v: Tensor, group: Any, order: str, cu_seqlens: Any, causal: bool, options: dict[str, Any]
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As :func:`nsa.distributed.selection_attention`, of ranks with equal shards."""
     rank, ranks, axis = group.rank(), group.size(), q.dim() - 3
     queries, keys = (Layout(order, (x.shape[axis],) * ranks) for x in (q, k))
-    k, v = (shards.joined(_gather(x, ranks, group.group_name), keys, axis) for x in (k, v))
+    gathered = [_Gather.apply(x, ranks, group.group_name) for x in (k, v)]  # type: ignore[no-untyped-call]
+    k, v = (shards.joined(x, keys, axis) for x in gathered)
     positions: Tensor | None
     if cu_seqlens is not None:
         cu_q, cu_k = api._pair(cu_seqlens)

@@ -229,7 +229,8 @@ def _serve(
     if kv_cache.dtype is not E4M3:
         k_scale = v_scale = None
     elif k_scale is not None and v_scale is not None and k_scale.dim() > 1:
-        k_scale, v_scale = _flat(k_scale), _flat(v_scale)
+        # Scales for each token stay as they are; validation refuses them.
+        k_scale, v_scale = (x.view(1) if x.numel() == 1 else x for x in (k_scale, v_scale))
 
     def run() -> None:
         keys, values = kv_cache.transpose(1, 2).chunk(2, -1)  # [pages, PAGE, HKV, D] each
@@ -287,11 +288,6 @@ def _why_not(
         wanted, got = (f"[pages, {str(shape)[1:]}" for shape in (expected, list(page)))
         return f"kv_cache: expected [pages, HKV, {PAGE}, 2 D] = {wanted}, got {got}"
     return routing.obstacle(dtype, device, routing.why_not_triton(device), keys)
-
-
-def _flat(scale: Tensor) -> Tensor:
-    """A scale of one element as ``[1]``. Scales for each token stay as they are; validation refuses them."""
-    return scale.view(1) if scale.numel() == 1 else scale
 
 
 def _own(name: str) -> Callable[..., Any]:

@@ -98,7 +98,6 @@ def _check(x: Any, window: Any, stride: Any, weight: Any, positions: Any, cu_seq
         validate.check_shape("positions", positions, "[window, D]", (window, D))
     if cu_seqlens is not None:
         validate.check_ends("cu_seqlens", cu_seqlens)
-        validate.check_dtype("cu_seqlens", cu_seqlens.dtype, validate.INDEX_DTYPES)
     for name, m in given.items():
         if m is not None:
             validate.check_device(name, m, x.device, "x")

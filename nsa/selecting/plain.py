@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa.kernels.shared.shape import CACHE, E4M3, RAGGED, VARLEN
+from nsa.plain.spans import in_pages
 from nsa.selecting.request import Request
 
 ELEMENTS = 2**22  # scores that stand in memory at a time
@@ -73,12 +74,9 @@ def _products(r: Request, about: Tokens, here: slice, begin: int, end: int) -> t
     visible = (key >= 0) & (key < about.seen[here, None])  # [t, keys]
     key = key.clamp(0, max(r.rows - 1, 0))
     if r.block_table is not None:
-        table = r.block_table.long()
-        table = table if table.shape[1] else table.new_full((r.B, 1), -1)
-        page = table[about.seq[here, None], key // r.page]
-        visible &= (page >= 0) & (page < r.k.shape[0])
-        rows = r.k.flatten(0, 1)
-        at = page * r.page + key % r.page
+        key = key.expand_as(visible)
+        page, place, visible = in_pages(r.block_table, r.k.shape[0], r.page, about.seq[here, None], key, visible)
+        rows, at = r.k.flatten(0, 1), page * r.page + place
     elif r.layout == VARLEN:
         rows, at = r.k, about.first[here, None] + key
     else:

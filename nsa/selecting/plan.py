@@ -24,7 +24,6 @@ from nsa.selecting.scores import _lse_kernel, _scores_kernel
 WORKSPACE = 256 * 2**20
 """Bytes of scores that stand in memory at a time, at most, unless one tile of queries needs more."""
 
-
 SPARE = 6144
 """Bytes of shared memory that a program needs beside its queries and keys."""
 
@@ -94,19 +93,17 @@ def _variants(
     tail: bool, score: str, **sizes: Any,
 ) -> tuple[Variant, Variant, Variant]:  # fmt: skip
     """The kernels for LSE, scores and choice."""
-    where = {name: sizes[name] for name in ("LAYOUT", "STRIDE", "WINDOW")}
-    of_tile = {name: getattr(tile, name) for name in ("TOKENS", "LISTS", "HEADS", "N")}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    number = SCORES.index(score)
-    size, N = sizes["SIZE"], tile.N
+    size, N = sizes.pop("SIZE"), tile.N
+    of_score = {"SIZE": size, "SCORE": SCORES.index(score)}
     parts = 0 if size & (size - 1) == 0 and size <= N else -(-size // N)
-    common = {name: x for name, x in sizes.items() if name != "SIZE"} | of_tile
-    chosen = where | {"SIZE": size, "SCORE": number, "TAIL": tail, "TOKENS": tile.TOKENS}
+    common = sizes | {name: getattr(tile, name) for name in ("TOKENS", "LISTS", "HEADS", "N")}
+    scored = common | of_score | {"PARTS": parts, "LSE_PARTS": lse_parts}
+    chosen = {name: common[name] for name in ("LAYOUT", "STRIDE", "WINDOW", "TOKENS")} | of_score
+    chosen |= {"TAIL": tail, "BLOCK": block, "KEPT": kept, "CHUNKED": chunked}
     warps = max(1, min(16, block // 1024))
     # Registers of a thread, so that three programs fit a multiprocessor. Triton for AMD has no such option.
     fewer = {"maxnreg": 80} if warps > 1 and gpu.runs_ptx(device) else {}
-    scored = common | {"SIZE": size, "SCORE": number, "PARTS": parts, "LSE_PARTS": lse_parts}
-    chosen |= {"BLOCK": block, "KEPT": kept, "CHUNKED": chunked}
     # `nsa.guard` tries calls of attention only. A kernel that does not compile raises, and plain PyTorch serves.
     return (
         Variant(_lse_kernel, common, options, tried_first=False),
@@ -143,8 +140,7 @@ def select(r: Request, out: Tensor, tile: Tile | None = None) -> Tensor:
     at_once = max(1, min(tiles, WORKSPACE // (4 * tile.TOKENS * r.lists * width)))
     steps = max(1, -(-r.rows // max(tile.N, r.size)))  # tiles of keys, or blocks
     splits = _splits(at_once * programs, steps, tile.programs, 2 * processors)
-    lse_parts = splits if r.score == "softmax" and r.lse is None else 0
-    lse_parts = min(lse_parts, 8)
+    lse_parts = min(splits, 8) if r.score == "softmax" and r.lse is None else 0
     block = next_power_of_2(min(r.blocks, tile.BLOCK))
     chunked = r.blocks > block
     q_strides = (0,) * (4 - r.q.dim()) + r.q.stride()[:-1]
@@ -157,9 +153,8 @@ def select(r: Request, out: Tensor, tile: Tile | None = None) -> Tensor:
         "PER_KEY": per_key, "K_STEP": int(r.k_scale is not None and r.k_scale.numel() > 1), "UNIT": unit,
         "INPUT_PRECISION": "ieee", "BLOCK_D": padded(D),
     }  # fmt: skip
-    index = [x if x is None else x.contiguous() for x in (r.q_positions, r.cu_q, r.cu_k, r.cache_seqlens, r.k_scale)]
-    positions, ends, cu_k, cache_seqlens, k_scale = index
-    about = positions, ends, cu_k if cache_seqlens is None else cache_seqlens
+    lengths = r.cu_k if r.cache_seqlens is None else r.cache_seqlens
+    *about, k_scale = (x if x is None else x.contiguous() for x in (r.q_positions, r.cu_q, lengths, r.k_scale))
     weights, lse = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (r.weights, r.lse))
     table = r.block_table
     if table is not None and table.shape[1] > 1 and table.stride(1) != 1:

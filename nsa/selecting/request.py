@@ -168,7 +168,6 @@ def _check_dims(
     for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         if x is not None:
             validate.check_ends(name, x)
-            validate.check_dtype(name, x.dtype, validate.INDEX_DTYPES)
 
 
 def _check_tensors(

@@ -87,9 +87,8 @@ def _tiles(launch: Launch, index: Index, unions: Unions, heads: int, served: Ten
     """List the unions of all tiles, and set ``served``."""
     tile, HKV, room = unions.tile, unions.sizes["HKV"], None
     tiles_of_call = -(-launch.shape.tokens // tile.TOKENS)
-    at_once = min(tiles_of_call, unions.at_once)
-    for first in range(0, tiles_of_call, at_once):
-        now = min(at_once, tiles_of_call - first)
+    for first in range(0, tiles_of_call, unions.at_once):
+        now = min(unions.at_once, tiles_of_call - first)
         if keep or room is None:
             room = workspaces(
                 launch.device,

@@ -35,7 +35,7 @@ from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import TRITON, Variant, remembered, workspaces
 from nsa.kernels.shared.shape import RANGES, TILED, Shape, shape_of
-from nsa.kernels.shared.sizes import ALWAYS, INT32_MAX, span_bucket
+from nsa.kernels.shared.sizes import ALWAYS, INT32_MAX, span_bucket, tiles_at_once
 from nsa.kernels.union import kernel as union_kernels
 from nsa.kernels.union import tiles as union_tiles
 
@@ -208,10 +208,9 @@ def _unions(
     if tile is None or not union_tiles.fits(g.S_kv, sizes["size"]):
         return None
     cost, gain = rule.worth
-    return Unions(
-        _by_union((call.q.device, call.q.dtype, *call.dtypes()), tile, **shared), tile,
-        sizes | {"cost": cost, "gain": gain * tile.HEADS}, union_tiles.tiles_at_once(tile, sizes["HKV"]),
-    )  # fmt: skip
+    at_once = tiles_at_once(-(-g.tokens // tile.TOKENS), 8 * sizes["HKV"] * tile.TOKENS * tile.SLOTS)
+    kernels = _by_union((call.q.device, call.q.dtype, *call.dtypes()), tile, **shared)
+    return Unions(kernels, tile, sizes | {"cost": cost, "gain": gain * tile.HEADS}, at_once)
 
 
 @remembered
@@ -252,15 +251,16 @@ def _by_row(
     kinds: tuple[object, ...], tile: backward_tiles.Tile, spans: int, source: int, **shared: Any
 ) -> dict[str, Variant]:
     """The kernels that go by rows, not by blocks. Arguments as of :func:`_pass`."""
-    delta = {"Dv": shared["Dv"], "BLOCK_DV": tile.BLOCK_DV, "ROWS": STATS_ROWS}
     dq = shared | {"BLOCK_D": tile.BLOCK_D, "BLOCK_DV": tile.BLOCK_DV, "SOURCE": source, "SPANS": spans}
     dq |= {"HEADS": tile.dq_heads, "BLOCK_G": tile.BLOCK_G, "BLOCK_L": tile.BLOCK_L}
-    one = {"num_warps": 1}
-    return {
-        "delta": Variant(backward_kernels._delta_kernel, delta, one),
-        "delta_lse": Variant(backward_kernels._delta_kernel, delta, one),
-        "dq": Variant(backward_kernels._dq_kernel, dq, {"num_warps": tile.dq_warps, "num_stages": tile.dq_stages}),
-    }
+    options = {"num_warps": tile.dq_warps, "num_stages": tile.dq_stages}
+    return delta_kernels(shared["Dv"], tile.BLOCK_DV) | {"dq": Variant(backward_kernels._dq_kernel, dq, options)}
+
+
+def delta_kernels(Dv: int, block_dv: int) -> dict[str, Variant]:
+    """The kernels of :func:`statistics`, without and with gradients of LSE."""
+    delta = {"Dv": Dv, "BLOCK_DV": block_dv, "ROWS": STATS_ROWS}
+    return {name: Variant(backward_kernels._delta_kernel, delta, {"num_warps": 1}) for name in ("delta", "delta_lse")}
 
 
 @remembered
@@ -313,12 +313,15 @@ def backward(
     return dq, dk, dv.view(v.shape).to(v.dtype) if wanted[2] else v.new_empty(0)
 
 
-def statistics(launch: Launch, do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor) -> Tensor:
-    """What the other kernels need of each row: ``[2, rows]`` fp32, base-2 LSE and delta. All tensors are contiguous."""
-    sizes = launch.usual.sizes
-    (stats,) = workspaces(launch.device, stats=(2 * sizes["rows"], torch.float32))
-    name, grid = "delta" if dlse is None else "delta_lse", (-(-sizes["rows"] // STATS_ROWS), 1, 1)
-    launch.kernels[name].launch(grid, launch.device, (o, do, lse, dlse, stats), (sizes["rows"],), launch.narrow)
+def statistics(launch: Any, do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor) -> Tensor:
+    """What the other kernels need of each row: ``[2, rows]`` fp32, base-2 LSE and delta. All tensors are contiguous.
+
+    ``launch`` is of this family or of small blocks, with the kernels of :func:`delta_kernels`.
+    """
+    rows = lse.numel()
+    (stats,) = workspaces(launch.device, stats=(2 * rows, torch.float32))
+    name, grid = "delta" if dlse is None else "delta_lse", (-(-rows // STATS_ROWS), 1, 1)
+    launch.kernels[name].launch(grid, launch.device, (o, do, lse, dlse, stats), (rows,), launch.narrow)
     return stats
 
 

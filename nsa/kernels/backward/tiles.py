@@ -45,16 +45,13 @@ smaller calls it costs more to list blocks twice than unions gain."""
 LEAST_UNION_G = 8
 """Smallest group with unions. A tile of a smaller group has so many tokens that its union is seldom worth reading."""
 
-WORTH = Worth(cost=64, gain=3)
-"""Which unions are worth reading, as `WORTH` of the union's tiles."""
-
 
 class Unions(NamedTuple):
     """Which calls have unions, and which unions are worth reading."""
 
     rows: int = UNIONS_FROM
     least_G: int = LEAST_UNION_G
-    worth: Worth = WORTH
+    worth: Worth = union_tiles.WORTH
 
 
 class Choice(NamedTuple):
@@ -124,14 +121,8 @@ def select(
     narrow = sizes.narrow(capability, itemsize, block_d, block_dv)
     chosen = choice or _rule(capability, itemsize, G, narrow, block_d > 128, parts)
     most = (64 if itemsize == 2 else 32) if narrow else (32 if itemsize == 2 else 16)
-    rows, block_n = chosen.rows, min(padded(size), most)
-
-    def taken() -> int:
-        """Bytes of K and V, of Q and dO in all stages, and of P and dS."""
-        return itemsize * ((block_n + rows * chosen.stages) * (block_d + block_dv) + 2 * rows * block_n)
-
-    while rows + block_n > 32 and taken() > shared_bytes(capability):
-        rows, block_n = (rows // 2, block_n) if rows >= block_n else (rows, block_n // 2)
+    budget = shared_bytes(capability) // itemsize
+    rows, block_n = shrunk(chosen.rows, min(padded(size), most), chosen.stages, block_d + block_dv, budget)
     heads = next_power_of_2(G)
     in_tile = min(heads, rows)
     dq_heads = min(heads, 64 if narrow and itemsize == 2 else 16)
@@ -143,6 +134,15 @@ def select(
         in_tile, block_d, block_dv, rows, block_n, chosen.warps, stages, chosen.share * (rows // in_tile), keep_dq,
         dq_heads, max(16, dq_heads), chosen.BLOCK_L, chosen.dq_warps if dq_heads <= 16 else 4, chosen.dq_stages,
     )  # fmt: skip
+
+
+def shrunk(rows: int, keys: int, stages: int, width: int, budget: int) -> tuple[int, int]:
+    """Query rows and keys of a tile, halved until ``budget`` elements hold the keys and values of ``width`` together,
+    the queries and their gradients in all stages, and P and dS.
+    """
+    while rows + keys > 32 and (keys + rows * stages) * width + 2 * rows * keys > budget:
+        rows, keys = (rows // 2, keys) if rows >= keys else (rows, keys // 2)
+    return rows, keys
 
 
 def _rule(capability: int, itemsize: int, G: int, narrow: bool, long_keys: bool, parts: bool) -> Choice:

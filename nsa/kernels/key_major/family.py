@@ -20,7 +20,7 @@ class KeyMajor(Family):
         return schedules.why(call, shape, device_name, self.name) if can_number(call, shape) else None
 
     def plan(self, call: Call, shape: Shape, schedule: str, skips: bool = False) -> Any:
-        steps = QUERY_MAJOR.plan_steps(call, shape) if has_steps(call, shape) else None
+        steps = QUERY_MAJOR.kernels.plan(call, shape, steps=True) if has_steps(call, shape) else None
         return self.kernels.plan(call, shape, skips, steps)
 
 
@@ -28,8 +28,12 @@ FAMILY = KeyMajor()
 
 
 def can_number(call: Call, shape: Shape) -> bool:
-    """Whether key-major's kernels can number the blocks of a call, so that `auto` may choose them."""
-    if call.block_size is None:
+    """Whether key-major's kernels can number the blocks of a call, and list those of a row, so that `auto` may choose
+    them.
+    """
+    if call.block_size is None or shape.S_kv > tiles.MOST_KEYS or shape.HKV > tiles.MOST_HEADS:
         return False
-    keys = shape.S_kv // max(shape.B, 1) if shape.packed else shape.S_kv
-    return tiles.can_number(max(shape.B, 1), keys, shape.S_kv, shape.HKV, shape.n, call.block_size)
+    sequences = max(shape.B, 1)
+    keys = shape.S_kv // sequences if shape.packed else shape.S_kv  # of a sequence; of a packed one the mean
+    blocks = sequences * (-(-keys // call.block_size) + 1)
+    return tiles.count_bytes(shape.HKV, blocks) <= tiles.MOST_COUNT_BYTES and shape.n <= tiles.MAX_SLOTS

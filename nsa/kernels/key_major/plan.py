@@ -199,6 +199,11 @@ def _sizes(g: Shape, w: key_tiles.Windows, dtype: torch.dtype) -> tuple[Size, ..
     )
 
 
+def workspace_bytes(g: Shape, w: key_tiles.Windows, dtype: torch.dtype) -> int:
+    """Bytes that a call allocates beside its results, without the gaps between them."""
+    return sum(size[0] * size[1].itemsize for size in _sizes(g, w, dtype) if size is not None)
+
+
 _scarce: dict[tuple[torch.device, tuple[int, ...]], key_tiles.Windows] = {}
 """Smaller windows, for shapes that a device once lacked memory for."""
 settings.ON_RELOAD.append(_scarce.clear)
@@ -217,22 +222,21 @@ def reserve(launch: Launch, dtype: torch.dtype) -> tuple[key_tiles.Windows, list
         try:
             return w, launching.divided(launch.device, sizes)
         except torch.OutOfMemoryError:
-            less = _less(launch.sized, w)
+            less = _less(launch, w, dtype)
             if less is None:
                 raise
             _scarce[launch.device, launch.sized] = less
 
 
-def _less(sized: tuple[int, ...], w: key_tiles.Windows) -> key_tiles.Windows | None:
+def _less(launch: Launch, w: key_tiles.Windows, dtype: torch.dtype) -> key_tiles.Windows | None:
     """Windows for this shape that take less memory than ``w``: fewer tokens or KV heads at once. None if none do."""
-    _, _, G, _, Dv, itemsize, *_, spans = sized
-    before = key_tiles.workspace_bytes(w, G, Dv, itemsize, bool(spans))
+    before = workspace_bytes(launch.shape, w, dtype)
     for times in SCARCE:
         try:
-            smaller = key_tiles.windows(*sized, times)
+            smaller = key_tiles.windows(*launch.sized, times)
         except ValueError:  # the partial results of one token do not fit
             return None
-        taken = key_tiles.workspace_bytes(smaller, G, Dv, itemsize, bool(spans))
+        taken = workspace_bytes(launch.shape, smaller, dtype)
         if taken < before:
             logger.warning(
                 "key_major: out of memory for a workspace of %.0f MiB; from now on calls of this shape use %.0f MiB, "

@@ -158,16 +158,6 @@ def count_bytes(heads: int, blocks: int) -> int:
     return 8 * heads * blocks
 
 
-def can_number(sequences: int, S_kv: int, keys: int, HKV: int, n: int, block_size: int) -> bool:
-    """Whether the kernels can number the blocks of a call, and list those of a row.
-
-    ``S_kv`` is that of one sequence, or the mean of all. ``keys`` are those of the longest sequence, or of all if they
-    are packed end to end.
-    """
-    numbered = count_bytes(HKV, sequences * (-(-S_kv // block_size) + 1)) <= MOST_COUNT_BYTES
-    return keys <= MOST_KEYS and HKV <= MOST_HEADS and numbered and n <= MAX_SLOTS
-
-
 class Grid(NamedTuple):
     """The key blocks of a call."""
 
@@ -275,10 +265,3 @@ def even(tokens: int, most: int) -> int:
     pieces = -(-tokens // most)
     rounded = -(-tokens // (64 * pieces)) * 64
     return rounded if rounded <= most else max(most // 64 * 64, 1) if most >= 64 else most
-
-
-def workspace_bytes(w: Windows, G: int, Dv: int, itemsize: int, spans: bool) -> int:
-    """Bytes that a call allocates beside its results."""
-    parts = w.window * w.row * G * (Dv * itemsize + 4)
-    lists = w.tokens * w.row * (12 if spans else 8) + w.most * w.window * w.row * 4
-    return parts + lists + w.most * w.heads * (8 * w.blocks + 12 * w.work)

@@ -14,19 +14,8 @@ class QueryMajor(Family):
     schedules = ("query_major", "per_head")
     by_block_size = False
 
-    def schedule(self, call: Call) -> str:
-        return "query_major" if call.settings.sel_triton_group else "per_head"
-
     def plan(self, call: Call, shape: Shape, schedule: str) -> Any:
         return self.kernels.plan(call, shape, schedule == "per_head")
-
-    def plan_steps(self, call: Call, shape: Shape) -> Any:
-        """The launch for the steps of a ragged batch whose other rows another family serves."""
-        return self.kernels.plan(call, shape, steps=True)
-
-    def plan_rest(self, call: Call, shape: Shape) -> Any:
-        """The launch for the rows that another family left."""
-        return self.kernels.plan(call, shape, skips=True)
 
 
 FAMILY = QueryMajor()

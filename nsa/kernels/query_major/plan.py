@@ -16,7 +16,6 @@ from nsa.kernels.shared import compiler, sizes
 from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared.clusters import sending
 from nsa.kernels.shared.combine import combine
-from nsa.kernels.shared.device import runs_ptx
 from nsa.kernels.shared.errors import ODD, DoesNotFit
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import TRITON, Variant, remembered
@@ -102,8 +101,8 @@ def plan(
         whole = min(block_size, max(-(-S_kv // tile.BLOCK_L), 1) * tile.BLOCK_L)
         if tiled and max(spans * whole, S_kv + whole) <= INT32_MAX:  # the kernel counts slots and keys in int32
             source, size = TILED, whole
-    tile = tile._replace(UPFRONT=tile.UPFRONT and runs_ptx(device))
-    early = runs_ptx(device) and capability >= 90 and compiler.gdc_wait is not None
+    tile = tile._replace(UPFRONT=tile.UPFRONT and gpu.runs_ptx(device))
+    early = gpu.runs_ptx(device) and capability >= 90 and compiler.gdc_wait is not None
     # SINGLE: for any spans, every program reads at most one tile, so the kernel needs no loop over tiles. This rule
     # counts `block_size` keys a block, not those that exist, so that other sequences of a batch cannot change SINGLE.
     most = INT32_MAX if source == RANGES else S_kv if block_size is None else g.n * block_size
@@ -142,7 +141,7 @@ def _variant(kinds: tuple[Any, ...], tile: tiles.Tile, cluster: int, early: bool
     Kernels for another device or other dtypes (``kinds``) are other entries of the cache.
     """
     device, dtype, *_ = kinds
-    source, split, ptx = decided["SOURCE"], decided["SPLIT"], runs_ptx(device)
+    source, split, ptx = decided["SOURCE"], decided["SPLIT"], gpu.runs_ptx(device)
     constexprs: dict[str, object] = {**tile._asdict(), **decided, "INPUT_PRECISION": "ieee"}
     options = {option: constexprs.pop(option) for option in ("num_warps", "num_stages")}
     # HOLD_Q: queries are loaded before the loop. More than 16 heads would spill. Packed rows do not use HOLD_Q, because
@@ -169,7 +168,7 @@ def largest_cluster(device: torch.device, capability: int, processors: int) -> i
     Every GPU with clusters promises 8. A cluster of 16 fits into a GPC of a whole H100 or B200. A slice of a GPU (MIG)
     may hold fewer than 8, so GPUs of fewer than 78 multiprocessors get none.
     """
-    if not (CLUSTERS and runs_ptx(device)) or capability < 90 or processors < 78:
+    if not (CLUSTERS and gpu.runs_ptx(device)) or capability < 90 or processors < 78:
         return 0
     return 16 if capability in (90, 100) and processors >= 128 else 8
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from nsa.call import Call
 from nsa.kernels.shared import sources
+from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.shape import Shape
 
 
@@ -52,10 +53,6 @@ class Family:
         """The module `plan` of this family, with its ``forward`` (``backward``) and its Triton functions."""
         return import_module(f"nsa.kernels.{self.name}.plan")
 
-    def schedule(self, call: Call) -> str:
-        """The schedule with which this family serves a call that names none of its own."""
-        return self.name
-
     def functions(self) -> frozenset[str]:
         """Names of this family's Triton functions."""
         return sources.functions(self.name)
@@ -66,4 +63,7 @@ class Family:
         Raises:
             DoesNotFit: the family cannot serve the call, as :meth:`why_not` says, or for another reason.
         """
-        raise NotImplementedError
+        why_not = self.why_not(call, shape)
+        if why_not is not None:
+            raise DoesNotFit(why_not)
+        return self.kernels.plan(call, shape)

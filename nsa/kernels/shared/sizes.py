@@ -61,6 +61,25 @@ def pairs(block_g: int, block_dv: int) -> bool:
     return block_g < 64 and block_dv >= 32  # Triton 3.1 multiplies 16 columns or more
 
 
+# --- lists of tiles of neighbouring tokens, made in passes ------------------------------------------------------------
+
+LIST_BYTES = 64 << 20
+"""Limit of the lists of one pass. Longer calls take several passes."""
+LIST_PLACES = 16 << 20
+"""Limit of the places of blocks, which decides how many programs make lists at a time."""
+LIST_PROGRAMS = 1024
+
+
+def tiles_at_once(tiles: int, tile_bytes: int) -> int:
+    """How many of ``tiles`` one pass takes, if the lists of a tile have ``tile_bytes``."""
+    return max(1, min(tiles, LIST_BYTES // max(tile_bytes, 1)))
+
+
+def list_programs(tiles: int, places: int) -> int:
+    """Programs that make the lists of ``tiles``, if each has so many places of blocks."""
+    return max(1, min(tiles, LIST_PROGRAMS, LIST_PLACES // max(places, 1)))
+
+
 # --- shared memory through which the programs of a cluster exchange results, see `clusters.py` ------------------------
 
 BARRIER_BYTES = 16

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nsa.call import Call
 from nsa.kernels.shared.family import Family
 from nsa.kernels.shared.shape import BATCH, VARLEN, Shape
@@ -34,9 +32,6 @@ class SmallBackward(Family):
         if shape.n <= FEW or call.q.dtype.itemsize > 2 or call.settings.batch_invariant:
             return None
         return f"rows of more than {FEW} blocks of {LARGEST} keys or fewer"
-
-    def plan(self, call: Call, shape: Shape, schedule: str) -> Any:
-        return self.kernels.plan(call, shape)
 
 
 FAMILY = SmallBackward()

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from nsa.call import Call
 from nsa.kernels import launches
-from nsa.kernels.backward.kernel import _delta_kernel
-from nsa.kernels.backward.plan import STATS_ROWS
+from nsa.kernels.backward.plan import delta_kernels, statistics
 from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import Variant, remembered, workspaces
 from nsa.kernels.shared.shape import BATCH, Shape
-from nsa.kernels.shared.sizes import INT32_MAX
+from nsa.kernels.shared.sizes import INT32_MAX, list_programs, tiles_at_once
 from nsa.kernels.small_backward import kernel as kernels
 from nsa.kernels.small_backward import tiles
 from nsa.kernels.small_blocks.plan import steps_of
@@ -41,8 +40,7 @@ class Launch(NamedTuple):
     programs: int  # of dK and dV, for each window and KV head
     narrow: bool  # all sizes fit int32
     scale: float  # of a call that names none
-
-    unites = False
+    pins: dict[str, Exact]  # with these, another call compiles the same variants
 
     @property
     def queries(self) -> int:
@@ -50,18 +48,9 @@ class Launch(NamedTuple):
         return self.tile.WINDOW + 3
 
     @property
-    def pins(self) -> dict[str, Exact]:
-        """Pins with which another call compiles the same variants."""
-        return {"small_backward": Exact(tuple(self.tile))}
-
-    @property
     def variants(self) -> tuple[Variant, ...]:
         """All that a call may launch."""
         return tuple(self.kernels.values())
-
-    def room(self, tokens: int) -> int:
-        """Entries that the union of so many tokens may take: a row that lists a new block twice takes two."""
-        return max(1, tokens * self.shape.n)
 
 
 def plan(call: Call, shape: Shape) -> Launch:
@@ -70,18 +59,16 @@ def plan(call: Call, shape: Shape) -> Launch:
     g = shape.without_output()
     capability, _ = gpu.limits(device)
     pin = call.settings.pin.get("small_backward")
-    if isinstance(pin, Exact):
-        tile = tiles.Tile(*pin.tile)
-    else:
-        tile = tiles.select(capability, dtype.itemsize, g.G, g.D, g.Dv, g.n, pin or tiles.RULES)
+    choice = tiles.RULES if pin is None or isinstance(pin, Exact) else pin
+    tile = tiles.select(capability, dtype.itemsize, g.G, g.D, g.Dv, g.n, choice)
+    tile = tiles.Tile(*pin.tile) if isinstance(pin, Exact) else tile
     assert call.block_indices is not None
     lists = 1 if call.block_indices.stride()[-2] == 0 else g.HKV
     heads = {"G": g.G, "D": g.D, "Dv": g.Dv, "HKV": g.HKV, "STRIDE_UNIT": g.unit, "INPUT_PRECISION": "ieee"}
     size = call.block_size or 1
-    programs = tiles.PROGRAMS if pin is None or isinstance(pin, Exact) else pin.programs or tiles.PROGRAMS
-    programs = max(1, min(programs, -(-tile.WINDOW * g.n * size // tile.BLOCK_N)))
+    programs = max(1, min(choice.programs or tiles.PROGRAMS, -(-tile.WINDOW * g.n * size // tile.BLOCK_N)))
     keys = tiles.keys_of(call, g)
-    steps = steps_of(call.block_indices, lists)
+    steps = steps_of(call.block_indices)
     sizes = g.B, g.S, g.S_kv, g.n, g.tokens * g.G * g.HKV, keys, *g.strides, *(steps or ())
     branch = capability == 90 and dtype.itemsize == 2  # for `wgmma`
     long = zip((0, 3, 6), (g.S, g.S_kv, g.S_kv), strict=True)
@@ -89,7 +76,7 @@ def plan(call: Call, shape: Shape) -> Launch:
     made = _kernels((device, dtype, *call.dtypes()), tile, call.causal, size, g.layout, branch, FLAT=flat, **heads)
     return Launch(
         made, tile, device, g, keys, lists, steps, programs, max(sizes) <= INT32_MAX,
-        1.0 / math.sqrt(g.D),
+        1.0 / math.sqrt(g.D), {"small_backward": Exact(tuple(tile))},
     )  # fmt: skip
 
 
@@ -104,10 +91,8 @@ def _kernels(
     dq = wide | {name: getattr(tile, name) for name in ("TOKENS", "HEADS", "ROWS", "DQ_N")}
     dkdv = wide | {name: getattr(tile, name) for name in ("WINDOW", "BLOCK_M", "BLOCK_N")}
     often = {"BLOCK_M": FEW, "BLOCK_N": FEW, "OFTEN": True, "BRANCH": False}
-    delta = {"Dv": heads["Dv"], "BLOCK_DV": tile.BLOCK_DV, "ROWS": STATS_ROWS}
     return {
-        "delta": Variant(_delta_kernel, delta, {"num_warps": 1}),
-        "delta_lse": Variant(_delta_kernel, delta, {"num_warps": 1}),
+        **delta_kernels(heads["Dv"], tile.BLOCK_DV),
         "lists of tiles": Variant(kernels._unite_kernel, made | {"TOKENS": tile.TOKENS}, few),
         "lists of windows": Variant(kernels._unite_kernel, made | {"TOKENS": tile.WINDOW}, few),
         "dq": Variant(kernels._small_dq_kernel, dq, {"num_warps": tile.dq_warps, "num_stages": tile.dq_stages}),
@@ -139,19 +124,15 @@ def backward(
     index = [x if x is None else x.contiguous() for x in (call.q_positions, call.cu_seqlens_q, call.cu_seqlens_k)]
     scale, narrow = launch.scale if call.scale is None else call.scale, launch.narrow
     launches[route] += 1
-    rows = g.tokens * g.G * g.HKV
-    (stats,) = workspaces(device, stats=(2 * rows, torch.float32))
-    launch.kernels["delta" if dlse is None else "delta_lse"].launch(
-        (-(-rows // STATS_ROWS), 1, 1), device, (o, do, lse, dlse, stats), (rows,), narrow
-    )
+    stats = statistics(launch, do, dlse, o, lse)
     given = q, k, v, do, stats
 
     def listed(name: str, tokens: int, stats: Tensor | None) -> Any:
         """Make the lists of tiles of so many tokens, pass by pass: the pass's first tile, its tiles, and its lists."""
-        room = launch.room(tokens)
+        room = tokens * g.n  # entries that the union may take: a row that lists a new block twice takes two
         number = -(-g.tokens // tokens)
-        once = tiles.at_once(room, lists, number)
-        programs = tiles.list_programs(lists, launch.keys, once)
+        once = tiles_at_once(number, 8 * lists * room)
+        programs = list_programs(once, lists * launch.keys)
         places, masks, count, bound, where, unsorted = workspaces(
             device,
             places=(once * lists * room, torch.int32),

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from nsa.call import Call
+from nsa.kernels.backward.tiles import shrunk
 from nsa.kernels.shared.device import shared_bytes
 from nsa.kernels.shared.shape import BATCH, Shape
 from nsa.kernels.shared.sizes import padded
@@ -16,12 +17,6 @@ WINDOW = 30
 """Tokens whose dK and dV one launch adds. Long windows read and write dK and dV less often, but multiply more zeros."""
 
 PROGRAMS = 96  # of a window and a KV head, for dK and dV
-
-LIST_BYTES = 64 << 20
-"""Limit of the lists of one pass. Longer calls take several passes."""
-PLACE_BYTES = 64 << 20
-"""Limit of the places of blocks, which decides how many programs make lists at a time."""
-LIST_PROGRAMS = 1024
 
 
 class Choice(NamedTuple):
@@ -73,27 +68,15 @@ def select(capability: int, itemsize: int, G: int, D: int, Dv: int, n: int, choi
     narrow = itemsize <= 2
     window = max(1, min(choice.window or WINDOW, MOST_TOKENS))
     rows, keys = choice.rows or (64 if narrow else 16), choice.keys or (64 if narrow else 16)
-    rows = min(rows, padded(window * G))
-    stages = choice.stages or 1
-    budget = shared_bytes(capability)
-
-    def taken() -> int:
-        """Bytes of K and V, of Q and dO in all stages, and of P and dS."""
-        return itemsize * ((keys + rows * stages) * (block_d + block_dv) + 2 * rows * keys)
-
-    while rows + keys > 32 and taken() > budget:
-        rows, keys = (rows // 2, keys) if rows >= keys else (rows, keys // 2)
+    stages, budget = choice.stages or 1, shared_bytes(capability) // itemsize
+    rows, keys = shrunk(min(rows, padded(window * G)), keys, stages, block_d + block_dv, budget)
     heads = min(G, 64 if narrow else 16)
     # With one stage two programs fit a multiprocessor.
     most = choice.dq_rows or (64 if narrow else 16)
     dq_keys, dq_stages = choice.dq_keys or (32 if narrow else 16), choice.dq_stages or 1
     tokens = max(1, min(most // heads, MOST_TOKENS))
     dq_rows = padded(tokens * heads)
-
-    def dq_taken() -> int:
-        return itemsize * ((dq_rows + dq_keys * dq_stages) * (block_d + block_dv) + dq_rows * dq_keys)
-
-    while dq_keys > 16 and dq_taken() > budget:
+    while dq_keys > 16 and (dq_rows + dq_keys * dq_stages) * (block_d + block_dv) + dq_rows * dq_keys > budget:
         dq_keys //= 2
     return Tile(
         window, padded(n), block_d, block_dv, rows, keys, choice.warps or (8 if rows * keys > 1024 else 4), stages,
@@ -104,13 +87,3 @@ def select(capability: int, itemsize: int, G: int, D: int, Dv: int, n: int, choi
 def keys_of(call: Call, shape: Shape) -> int:
     """Keys of all sequences."""
     return shape.B * shape.S_kv if shape.layout == BATCH else call.k.shape[0]
-
-
-def at_once(room: int, lists: int, tiles: int) -> int:
-    """Tiles of one pass: as many as lists within `LIST_BYTES` hold."""
-    return max(1, min(tiles, LIST_BYTES // (8 * max(lists * room, 1))))
-
-
-def list_programs(lists: int, keys: int, tiles: int) -> int:
-    """Programs of the list kernel for each of ``lists``."""
-    return max(1, min(tiles, LIST_PROGRAMS, PLACE_BYTES // (4 * max(lists * keys, 1))))

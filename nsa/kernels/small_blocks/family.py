@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
 from nsa.call import Call
-from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.family import Family
 from nsa.kernels.shared.shape import Shape
 from nsa.kernels.small_blocks import tiles
@@ -30,12 +26,6 @@ class SmallBlocks(Family):
         if self.why_not(call, shape) is not None or shape.n <= tiles.FEW or call.q.dtype.itemsize > 2:
             return None
         return f"rows of more than {tiles.FEW} blocks of {tiles.LARGEST} keys or fewer"
-
-    def plan(self, call: Call, shape: Shape, schedule: str) -> Any:
-        why_not = self.why_not(call, shape)
-        if why_not is not None:
-            raise DoesNotFit(why_not)
-        return import_module("nsa.kernels.small_blocks.plan").plan(call, shape)
 
 
 FAMILY = SmallBlocks()

@@ -55,22 +55,13 @@ class Launch(NamedTuple):
     alike: bool  # offsets of keys are those of values
     pairs: bool  # values are read in pairs of bytes
     unions: Unions | None
-    exact: Exact
-
-    @property
-    def unites(self) -> bool:
-        """Whether no row of the guard's small call may list a block twice."""
-        return self.unions is not None
+    unites: bool  # no row of the guard's small call may list a block twice
+    pins: dict[str, Exact]  # with these, another call compiles the same variants, and reads unions of any size
 
     @property
     def queries(self) -> int:
         """A tile, and a token."""
         return 3 if self.unions is None else self.unions.tile.TOKENS + 1
-
-    @property
-    def pins(self) -> dict[str, Exact]:
-        """Pins with which another call compiles the same variants, and reads unions of any size."""
-        return {"small_blocks": self.exact}
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -79,15 +70,10 @@ class Launch(NamedTuple):
 
 
 def plan(call: Call, shape: Shape) -> Launch:
-    """Tiles, splits and run-time sizes of a launch.
-
-    Raises:
-        DoesNotFit: an offset within the lists does not fit the kernels' int32.
-    """
+    """Tiles, splits and run-time sizes of a launch."""
     g, device, dtype, size = shape, call.q.device, call.q.dtype, call.block_size
     assert size is not None and call.block_indices is not None
     capability, processors = gpu.limits(device)
-    ptx = gpu.runs_ptx(device)
     pin = call.settings.pin.get("small_blocks")
     choice = tiles.RULES if pin is None or isinstance(pin, Exact) else pin
     items = call.k.dtype.itemsize, dtype.itemsize
@@ -111,18 +97,17 @@ def plan(call: Call, shape: Shape) -> Launch:
         programs = g.tokens * g.HKV * -(-g.G // rows.HEADS)
         together = tile is not None and splits == 1 and programs > choice.left * processors
     number = 0 if tile is None else _tiles(g, run, tile)
-    selection = call.block_indices
-    lists = 1 if selection.stride()[-2] == 0 else g.HKV
-    early = ptx and capability >= 90 and compiler.gdc_wait is not None
+    lists = 1 if call.block_indices.stride()[-2] == 0 else g.HKV
+    early = gpu.runs_ptx(device) and capability >= 90 and compiler.gdc_wait is not None
     pairs = g.pairs and sizes.pairs(rows.BLOCK_G, rows.BLOCK_DV)
     shared: dict[str, Any] = {
         "G": g.G, "D": g.D, "Dv": g.Dv, "HKV": g.HKV, "SIZE": size, "LAYOUT": g.layout, "PAGE": g.page,
         "CAUSAL": call.causal, "STRIDE_UNIT": g.unit, "K_STEP": g.k_step, "V_STEP": g.v_step, "INPUT_PRECISION": "ieee",
     }  # fmt: skip
-    kinds = call.dtypes()
+    kinds = device, dtype, *call.dtypes()
     of_rows = [
         _rows(
-            device, dtype, (*kinds, tile is None, lse), rows, splits > 1, early, PAIRS=pairs, ALIKE=alike,
+            (*kinds, tile is None, lse), rows, splits > 1, early, PAIRS=pairs, ALIKE=alike,
             TOKENS=tile.TOKENS if tile is not None and together else 0, **shared,
         )
         for lse in (False, True)
@@ -130,21 +115,20 @@ def plan(call: Call, shape: Shape) -> Launch:
     unions = None
     if tile is not None:
         blocks = -(-g.S_kv // size)
-        once = number if splits > 1 else tiles.at_once(tile, lists, g.n, number)
-        lister, *united = _of_unions(device, dtype, (*kinds, alike), tile, splits > 1, **shared)
-        unions = Unions(
-            lister, (united[0], united[1]), tile, worth, number, once, tiles.list_programs(lists, blocks, once), blocks
-        )
+        once = number if splits > 1 else sizes.tiles_at_once(number, 12 * lists * tile.TOKENS * g.n)
+        lister, *united = _of_unions((*kinds, alike), tile, splits > 1, **shared)
+        listing = sizes.list_programs(once, lists * blocks)
+        unions = Unions(lister, (united[0], united[1]), tile, worth, number, once, listing, blocks)
     programs = (number if together else g.tokens) * g.HKV * -(-g.G // rows.HEADS)
     grid = (programs, splits, 1)
     if tile is not None and together:
         grid = (programs, max(1, min(tile.TOKENS, choice.left * processors // max(programs, 1))), 1)
-    steps = steps_of(selection, lists)
+    steps = steps_of(call.block_indices)
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, g.tokens, *g.strides, g.pages, g.stride_tb, *(steps or ())) <= INT32_MAX
     more = (splits, None if tile is None else tuple(tile), alike, together)
     return Launch(
         (of_rows[0], of_rows[1]), device, splits, grid, g, run, lists, steps, narrow,
-        1.0 / math.sqrt(g.D), alike, pairs, unions, Exact(tuple(rows), more),
+        1.0 / math.sqrt(g.D), alike, pairs, unions, unions is not None, {"small_blocks": Exact(tuple(rows), more)},
     )  # fmt: skip
 
 
@@ -169,7 +153,7 @@ def _tiles(g: Shape, run: int, tile: tiles.Unions) -> int:
     return g.tokens // max(run, 1) * -(-run // tile.TOKENS)
 
 
-def steps_of(selection: Tensor, lists: int) -> tuple[int, int] | None:
+def steps_of(selection: Tensor) -> tuple[int, int] | None:
     """Elements from a token's list to the next, and from a KV head's list to the next, if one number says so."""
     *outer, head, last = selection.stride()
     if last != 1 and selection.shape[-1] > 1:
@@ -183,11 +167,10 @@ def steps_of(selection: Tensor, lists: int) -> tuple[int, int] | None:
 
 
 @remembered
-def _rows(
-    device: torch.device, dtype: torch.dtype, kinds: tuple[object, ...], tile: tiles.Rows, split: bool, early: bool,
-    **decided: Any,
-) -> Variant:  # fmt: skip
-    """The kernel for rows. Kernels for other dtypes, or with other tensors absent (``kinds``), are other entries."""
+def _rows(kinds: tuple[object, ...], tile: tiles.Rows, split: bool, early: bool, **decided: Any) -> Variant:
+    """The kernel for rows. Kernels for another device or other dtypes, or with other tensors absent (``kinds``), are
+    other entries of the cache.
+    """
     constexprs = decided | {name: getattr(tile, name) for name in tile._fields if name.isupper()}
     constexprs |= {"SPLIT": split, "EARLY": early, "OVERLAP": early and split}
     options = {"num_warps": tile.warps, "num_stages": tile.stages} | ({"launch_pdl": True} if early else {})
@@ -195,10 +178,8 @@ def _rows(
 
 
 @remembered
-def _of_unions(
-    device: torch.device, dtype: torch.dtype, kinds: tuple[object, ...], tile: tiles.Unions, split: bool, **shared: Any
-) -> tuple[Variant, ...]:
-    """The list kernel, and the kernel for unions without and with LSE."""
+def _of_unions(kinds: tuple[object, ...], tile: tiles.Unions, split: bool, **shared: Any) -> tuple[Variant, ...]:
+    """The list kernel, and the kernel for unions without and with LSE. ``kinds`` as of :func:`_rows`."""
     lists = {name: shared[name] for name in ("SIZE", "LAYOUT", "PAGE", "CAUSAL")}
     lists |= {"TOKENS": tile.TOKENS, "SLOTS": tile.SLOTS}
     whole = shared | {name: getattr(tile, name) for name in tile._fields if name.isupper() and name != "SLOTS"}
@@ -225,14 +206,13 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
         selection = selection[..., :lists, :].contiguous()
         steps = lists * g.n, g.n if lists > 1 else 0
     lengths = call.cu_seqlens_k if call.cache_seqlens is None else call.cache_seqlens
-    positions, ends, lengths, k_scale, v_scale = (
+    *about, k_scale, v_scale = (
         x if x is None else x.contiguous()
         for x in (call.q_positions, call.cu_seqlens_q, lengths, call.k_scale, call.v_scale)
     )
     table = call.block_table.contiguous() if g.copies_table and call.block_table is not None else call.block_table
     if launch.pairs and v.data_ptr() % 2:
         raise DoesNotFit(ODD)
-    about = (positions, ends, lengths)
     scale = launch.scale if call.scale is None else call.scale
     served = parts = None
     if launch.splits > 1:
@@ -272,8 +252,7 @@ def forward(launch: Launch, call: Call, route: str) -> tuple[Tensor, Tensor | No
         (g.B, g.S, g.S_kv, g.n, g.tokens, g.pages, lists, launch.run, *steps, *g.strides, scale, g.stride_tb), narrow,
     )  # fmt: skip
     launches[route] += 1
-    if launch.splits > 1:
-        launches["split"] += 1
     if parts is not None:
+        launches["split"] += 1
         combine(parts, launch.splits, out, lse, bool(variant.constexprs["OVERLAP"]))
     return out, lse

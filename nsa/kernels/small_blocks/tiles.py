@@ -22,11 +22,6 @@ LONELY_KEYS = 128  # of such a tile
 
 MOST_TOKENS = 16  # of a tile of neighbouring tokens
 MOST_SLOTS = 4096  # blocks of a row in a union, which a program of the list kernel holds at once
-LIST_BYTES = 64 << 20
-"""Limit of the lists of one pass. Longer calls take several passes."""
-PLACE_BYTES = 32 << 20
-"""Limit of the places of blocks, which decides how many programs make lists at a time."""
-LIST_PROGRAMS = 1024
 
 WORTH = Worth(cost=10, gain=7)
 LEAST_TILES = 32  # programs of tiles. Fewer of them are slower than rows
@@ -161,13 +156,3 @@ def union_splits(programs: int, processors: int, bound: int, choice: Choice = RU
     while splits < 16 and 4 * splits * programs <= 3 * processors and bound >= 128 * splits:
         splits *= 2
     return splits
-
-
-def at_once(tile: Unions, lists: int, n: int, tiles: int) -> int:
-    """Tiles of one pass: as many as lists within `LIST_BYTES` hold."""
-    return max(1, min(tiles, LIST_BYTES // (12 * max(lists * tile.TOKENS * n, 1))))
-
-
-def list_programs(lists: int, blocks: int, tiles: int) -> int:
-    """Programs of the list kernel for each of ``lists``."""
-    return max(1, min(tiles, LIST_PROGRAMS, PLACE_BYTES // (2 * max(lists * blocks, 1))))

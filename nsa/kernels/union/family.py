@@ -45,8 +45,10 @@ class Union(Family):
         why_not = self.why_not(call, shape)
         if why_not is not None:
             raise DoesNotFit(why_not)
-        by_row = self._by_row(call, shape)
-        rest = QUERY_MAJOR.plan_rest(call, shape) if by_row else KEY_MAJOR.plan(call, shape, schedule, skips=True)
+        if self._by_row(call, shape):
+            rest = QUERY_MAJOR.kernels.plan(call, shape, skips=True)
+        else:
+            rest = KEY_MAJOR.plan(call, shape, schedule, skips=True)
         return self.kernels.plan(call, shape, rest)
 
     def _by_row(self, call: Call, shape: Shape) -> bool:

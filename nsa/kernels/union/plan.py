@@ -20,7 +20,7 @@ from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import TMA, Size, Variant, remembered
 from nsa.kernels.shared.shape import Shape, prepared
-from nsa.kernels.shared.sizes import ALWAYS, INT32_MAX, Worth
+from nsa.kernels.shared.sizes import ALWAYS, INT32_MAX, Worth, tiles_at_once
 from nsa.kernels.union import kernel as union_kernels
 from nsa.kernels.union import tiles
 
@@ -88,10 +88,10 @@ def plan(call: Call, shape: Shape, rest: Any) -> Launch:
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
     worth = ALWAYS if exact else tiles.worth(block_size) if pin is None else pin.worth
     worth = worth._replace(gain=worth.gain * tile.HEADS)
-    tiles_of_call = -(-g.tokens // tile.TOKENS)
-    at_once = max(1, min(tiles_of_call, tiles.tiles_at_once(tile, g.HKV)))
+    tiles_of_call, listed = -(-g.tokens // tile.TOKENS), g.HKV * tile.TOKENS * tile.SLOTS
+    at_once = tiles_at_once(tiles_of_call, 8 * listed)
     room = (
-        (at_once * g.HKV * tile.TOKENS * tile.SLOTS, torch.int64),
+        (at_once * listed, torch.int64),
         (at_once * g.HKV, torch.int32),
         None if steps else (g.tokens * g.HKV, torch.int32),  # the steps' launch makes it
     )

@@ -12,8 +12,6 @@ from nsa.kernels.shared.sizes import Worth, next_power_of_2, padded
 MOST_TOKENS = 16  # of a tile; a mask of its tokens must fit 32 bits
 MOST_ENTRIES = 1024  # listed blocks of a tile, which one program sorts
 MOST_BLOCKS = 1 << 26  # of a sequence; the block and the token of an entry must fit 31 bits
-LIST_BYTES = 64 << 20
-"""Limit of the lists of one pass. Longer calls take several passes."""
 
 WORTH = Worth(cost=64, gain=3)
 WORTH_LONG = Worth(cost=32, gain=1)  # blocks of more than 64 keys, which key-major reads faster
@@ -86,8 +84,3 @@ def worth(size: int) -> Worth:
 def fits(S_kv: int, size: int) -> bool:
     """Whether the list kernel can number the blocks of a sequence."""
     return -(-S_kv // size) <= MOST_BLOCKS and S_kv <= 2**31 - 1 - 256
-
-
-def tiles_at_once(tile: Tile, HKV: int) -> int:
-    """Tiles of one pass: as many as lists within `LIST_BYTES` hold."""
-    return max(1, LIST_BYTES // (8 * HKV * tile.TOKENS * tile.SLOTS))

@@ -12,6 +12,7 @@ import nsa
 from nsa.call import Call
 from nsa.kernels import pinned
 from nsa.kernels.families import backward_of
+from nsa.kernels.shared import sizes
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.shape import shape_of
 from nsa.kernels.small_backward import plan as small_backward
@@ -138,8 +139,8 @@ def test_several_passes(draw, device, monkeypatch):
     qkv, do = draw()
     selection = listed(device, *[[0, 3]] * 3, *[[2, 5]] * 5)
     want = gradients(qkv, selection, do)
-    monkeypatch.setattr(tiles, "LIST_BYTES", 1)
-    monkeypatch.setattr(tiles, "PLACE_BYTES", 1)
+    monkeypatch.setattr(sizes, "LIST_BYTES", 1)
+    monkeypatch.setattr(sizes, "LIST_PLACES", 1)
     assert bitwise(gradients(qkv, selection, do), want)
 
 

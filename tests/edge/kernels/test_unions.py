@@ -17,6 +17,7 @@ from nsa.kernels.key_major import plan as key_major
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.query_major import tiles as query_tiles
 from nsa.kernels.shared import launch as launching
+from nsa.kernels.shared import sizes
 from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.shape import shape_of
 from nsa.kernels.shared.sizes import ALWAYS, Worth
@@ -214,9 +215,8 @@ def test_a_block_listed_twice_counts_twice(prompt, device, way, twice):
 def test_several_passes(prompt, device, way, monkeypatch):
     """Lists that hold one tile at a time, and of small blocks are made by one program."""
     way.worth(worth(way))
-    monkeypatch.setattr(tiles, "LIST_BYTES", 1)
-    monkeypatch.setattr(small_tiles, "LIST_BYTES", 1)
-    monkeypatch.setattr(small_tiles, "PLACE_BYTES", 1)
+    monkeypatch.setattr(sizes, "LIST_BYTES", 1)
+    monkeypatch.setattr(sizes, "LIST_PLACES", 1)
     way.check(*prompt(S=12), **blocks_of(device, *ALIKE, *APART, *ALIKE))
     assert way.served() == YES + NO + YES
 

@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 
-import nsa
 from nsa import gpu, routing, schedules, settings
 from nsa.kernels.query_major import tiles
 from nsa.kernels.query_major.tiles import Choice, Point
@@ -163,14 +162,6 @@ def test_without_tiles_the_rules_serve(packaged, caplog):
 
 def test_without_a_file_there_is_nothing(gpus):
     assert gpu.measured(NAME) == gpu.Gpu()
-
-
-def test_an_explicit_threshold_comes_before_the_measured_one(packaged, caplog):
-    packaged(THRESHOLD)
-    with nsa.configure(sel_triton_min_L=0):
-        assert [gpu.min_L_for(name) for name in (NAME, "Unmeasured GPU")] == [0, 0]
-    assert gpu.min_L_for(NAME) == 64
-    assert said(caplog) == []
 
 
 @pytest.mark.parametrize("value", ["null", "off"])

@@ -1,5 +1,7 @@
 """Which schedule serves: the measured file, the work of each schedule, and the routes that follow. No kernel runs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from nsa.call import Call
 from nsa.doctor import Shaped
 from nsa.gpu import Costs, device_slug
 from nsa.kernels.families import OF_SCHEDULE
+from nsa.kernels.key_major import family as key_family
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.shared import device as device_facts
 from nsa.kernels.shared.shape import shape_of
@@ -209,7 +212,8 @@ def test_what_pays_fits(sequences, S_kv, packed, block_size):
         key_tiles.windows(sequences * S_kv, 8, 8, 128, 128, 2, 16, blocks, 8, False)
     except ValueError:
         fits = False
-    taken = key_tiles.can_number(sequences, S_kv, keys, 8, 16, block_size)
+    shape = SimpleNamespace(B=sequences, S_kv=keys, HKV=8, n=16, packed=packed)
+    taken = key_family.can_number(SimpleNamespace(block_size=block_size), shape)
     assert not taken or fits
     assert taken or sequences * S_kv >= 2**28
 
