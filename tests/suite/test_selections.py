@@ -21,6 +21,7 @@ CASES = {
     "ties": Selecting("max", "batch", "fp32", 13, size=4, D=16, n=2, rows=50, queries=3),
     "nan": Selecting("max", "batch", "fp32", 14, size=4, D=16, n=2, rows=50, queries=3, nan=True),
     "mixed": Selecting("relu", "cache", "fp32", 15, size=4, groups=2, D=16, n=3, rows=50, queries=9, integers=False),
+    "weights": Selecting("softmax", "cache", "fp32", 17, 2, 2, groups=2, rows=50, queries=9, integers=False),
 }
 SHOWN_BY = {"tail": "open", "one head": "relu", "signed": "relu", "unweighted": "relu", "upward": "ties", "nan": "nan"}
 
@@ -83,9 +84,21 @@ def test_what_is_checked_exactly(change, kind):
     assert kind in {x.kind for x in findings(change(out), r, integers=True)}
 
 
-def test_rounding_is_allowed_for_and_no_more():
+def test_a_block_too_few_or_one_that_the_query_does_not_see():
+    r = made("ties")
+    row = oracle.row_of(r, r.T - 1)
+    ((first, second),) = row.choose(2).tolist()
+    assert row.tail is None
+    assert selections._problem([first, second], row, 0, r, True) is None
+    assert selections._problem([first, -1], row, 0, r, True)[0] == "count"
+    hidden = row._replace(scored=row.scored.index_fill(0, torch.tensor([second]), False))
+    assert selections._problem([first, second], hidden, 0, r, True)[0] == "unseen"
+
+
+@pytest.mark.parametrize("name", ["mixed", "weights"])
+def test_rounding_is_allowed_for_and_no_more(name):
     """Two blocks whose scores differ by an fp32 rounding may be exchanged; blocks whose scores differ more may not."""
-    r = made("mixed")
+    r = made(name)
     token = max(range(r.T), key=lambda t: oracle.row_of(r, t).scores.shape[1])
     row = oracle.row_of(r, token)
     best = row.scores[0].sort(descending=True)
