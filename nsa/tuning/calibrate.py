@@ -120,11 +120,11 @@ def obstacle() -> str | None:
 
 def main() -> int:
     """Calibrate the first visible GPU; returns the exit status."""
+    reason = obstacle()
     try:
-        reason = obstacle()
         _folder()  # before minutes of measuring
     except OSError as error:
-        reason = str(error)
+        reason = reason or str(error)
     if reason is not None:
         print(f"nsa calibrate: {reason}", file=sys.stderr)
         return 1
