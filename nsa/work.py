@@ -82,7 +82,8 @@ def work(job: Job, schedule: str) -> dict[str, float]:
 
     ``_each`` is what the longest program does, or as long as it takes a row to be merged: the time of few programs. A
     step is a tile of keys. Numbers and products are counted with head dims as long as those of tiles, except
-    ``numbers_of_blocks``. ``_mma``: products of tiles too small for `wgmma`.
+    ``numbers_of_blocks``. ``_wgmma``, ``_mma``: products of tiles that use `wgmma`, and of tiles that do not. A term
+    whose work changes gets another name, so that costs measured for the old work are not read (`nsa/gpu.py`).
     """
     return {"query_major": _query_major, "key_major": _key_major, "union": _union}[schedule](job)
 
@@ -158,10 +159,10 @@ def _union(job: Job) -> dict[str, float]:
         "calls": 1.0,
         "sorted": tiles * slots * math.log2(slots) / 1e6,
         "steps_each": each / 1e6,
-        "products_each": each * products * tile.TMA,
+        "products_each_wgmma": each * products * tile.TMA,
         "products_each_mma": each * products * (not tile.TMA),
         "steps": steps / 1e6,
-        "products": steps * products * tile.TMA,
+        "products_wgmma": steps * products * tile.TMA,
         "products_mma": steps * products * (not tile.TMA),
         REST: 1 - whole * sum(union > 0 for union in unions) / PLACES,
     }

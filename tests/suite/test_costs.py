@@ -14,7 +14,7 @@ from nsa.work import NAMES
 TRUE = {
     "query_major": {"calls": 5.0, "numbers": 0.25},
     "key_major": {"calls": 40.0, "numbers_of_blocks": 0.5, "products": 0.005},
-    "union": {"calls": 30.0, "products": 0.003, "products_mma": 0.003, "rest": 1.0},
+    "union": {"calls": 30.0, "products_wgmma": 0.003, "products_mma": 0.003, "rest": 1.0},
 }
 FACTS = {"gpu": "NVIDIA Nobody 1", "torch": "2.11.0", "triton": "3.6.0", "commit": "abc123"}
 

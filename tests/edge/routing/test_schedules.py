@@ -98,7 +98,7 @@ def test_work_by_blocks():
 def test_rows_without_a_union(changed, left):
     found = work(USUAL._replace(**changed), "union")
     assert found["rest"] == pytest.approx(left)
-    assert (found["products"] > 0) is (left < 1)
+    assert (found["products_wgmma"] > 0) is (left < 1)
 
 
 def test_no_tile_of_union_holds_two_tokens_of_many_wide_heads():
