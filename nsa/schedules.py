@@ -14,8 +14,9 @@ import torch
 
 from nsa import gpu
 from nsa.call import Call
+from nsa.kernels.shared import device
 from nsa.kernels.shared.shape import E4M3, Shape, has_steps
-from nsa.work import NAMES, PROCESSORS, REST, Job, work
+from nsa.work import NAMES, PROCESSORS, REST, Job, capability_of, work
 
 STAND_IN = "NVIDIA H100 80GB HBM3"
 """The GPU whose costs are used on a GPU without costs of its own. A schedule changes the speed of a call, and its
@@ -131,7 +132,8 @@ def job_of(call: Call, shape: Shape) -> Job | None:
     if not (usual and long) or g.G > MOST_GROUP:
         return None
     kinds = g.page > 0, call.k.dtype == E4M3, has_steps(call, g)
-    return Job(sequences, queries, keys, g.HKV, g.G, g.D, g.Dv, g.n, size, *kinds)
+    capability = capability_of(device.limits(call.q.device)[0], g.D, g.Dv)
+    return Job(sequences, queries, keys, g.HKV, g.G, g.D, g.Dv, g.n, size, *kinds, capability)
 
 
 @lru_cache(maxsize=4096)

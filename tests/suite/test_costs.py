@@ -40,6 +40,12 @@ def narrow(measured):
     return [row for row in measured if costs.job(row).kind == "narrow"]
 
 
+def test_long_keys_are_of_the_kind_of_their_tiles():
+    """With D = 192 and Dv = 128 tiles are those of narrow head dims on Hopper only. Rows of an H100 may not say so."""
+    row = next(row for row in rows() if row["D"] == 192 and not row["fp8"])
+    assert [costs.job(row | of).kind for of in ({}, {"capability": 90}, {"capability": 80})] == ["narrow"] * 2 + ["wide"]
+
+
 @pytest.fixture(scope="module")
 def fitted():
     """The costs of `rows()`."""
