@@ -36,7 +36,7 @@ BLOCK_SIZES = (16, 128)
 MOST_GROUP = 32
 
 OVERLAPS = 0.0, 0.5, 0.9
-"""The shares of blocks that neighbours may have in common. The host takes the mean of the times."""
+"""The shares of blocks that neighbours may have in common. The host takes the geometric mean of the times."""
 
 Kind = Mapping[str, Mapping[str, float]]  # the costs of a kind of calls
 
@@ -44,7 +44,8 @@ Kind = Mapping[str, Mapping[str, float]]  # the costs of a kind of calls
 def microseconds(costs: gpu.Costs, job: Job) -> dict[str, float]:
     """The time of a call by schedule, as far as there are costs of its kind.
 
-    The host does not know how many blocks neighbours share, so it takes the mean. A decode step has no neighbours.
+    The host does not know how many blocks neighbours share, so it takes the geometric mean over `OVERLAPS`. A decode
+    step has no neighbours.
     """
     overlaps = OVERLAPS if job.queries > 1 else OVERLAPS[:1]
     found = [times(_of(costs, job), job._replace(shared=overlap)) for overlap in overlaps]
