@@ -14,8 +14,9 @@ import torch
 
 from nsa import gpu
 from nsa.call import Call
+from nsa.kernels.shared import device
 from nsa.kernels.shared.shape import E4M3, Shape, has_steps
-from nsa.work import NAMES, PROCESSORS, REST, Job, work
+from nsa.work import NAMES, PROCESSORS, REST, Job, capability_of, work
 
 STAND_IN = "NVIDIA H100 80GB HBM3"
 """The GPU whose costs are used on a GPU without costs of its own. A schedule changes the speed of a call, and its
@@ -35,7 +36,7 @@ BLOCK_SIZES = (16, 128)
 MOST_GROUP = 32
 
 OVERLAPS = 0.0, 0.5, 0.9
-"""The shares of blocks that neighbours may have in common. The host takes the mean of the times."""
+"""The shares of blocks that neighbours may have in common. The host takes the geometric mean of the times."""
 
 Kind = Mapping[str, Mapping[str, float]]  # the costs of a kind of calls
 
@@ -43,7 +44,8 @@ Kind = Mapping[str, Mapping[str, float]]  # the costs of a kind of calls
 def microseconds(costs: gpu.Costs, job: Job) -> dict[str, float]:
     """The time of a call by schedule, as far as there are costs of its kind.
 
-    The host does not know how many blocks neighbours share, so it takes the mean. A decode step has no neighbours.
+    The host does not know how many blocks neighbours share, so it takes the geometric mean over `OVERLAPS`. A decode
+    step has no neighbours.
     """
     overlaps = OVERLAPS if job.queries > 1 else OVERLAPS[:1]
     found = [times(_of(costs, job), job._replace(shared=overlap)) for overlap in overlaps]
@@ -131,7 +133,8 @@ def job_of(call: Call, shape: Shape) -> Job | None:
     if not (usual and long) or g.G > MOST_GROUP:
         return None
     kinds = g.page > 0, call.k.dtype == E4M3, has_steps(call, g)
-    return Job(sequences, queries, keys, g.HKV, g.G, g.D, g.Dv, g.n, size, *kinds)
+    capability = capability_of(device.limits(call.q.device)[0], g.D, g.Dv)
+    return Job(sequences, queries, keys, g.HKV, g.G, g.D, g.Dv, g.n, size, *kinds, capability)
 
 
 @lru_cache(maxsize=4096)

@@ -1,6 +1,7 @@
 """What each schedule does for a call, counted from the sizes of the call. `nsa/gpu.py` stores what a unit of it costs.
 
-Tiles and splits are those of an H100 without a table, on every GPU, also for costs that a user measured.
+Tiles and splits are those of an H100 without a table, on every GPU, also for costs that a user measured. The exception
+are head dims whose tiles are narrow on Hopper only (`sizes.narrow`): elsewhere the tiles of wide head dims are counted.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ class Job(NamedTuple):
     paged: bool = False
     e4m3: bool = False
     steps: bool = False  # query-major serves short sequences of a ragged batch in a launch of its own
+    capability: int = CAPABILITY  # see :func:`capability_of`
     shared: float = 0.0  # the share of its blocks that a row has in common with the row before; the host cannot know it
 
     @property
     def kind(self) -> str:
         """Calls of a kind have costs of their own."""
-        narrow = sizes.narrow(CAPABILITY, 2, padded(self.D), padded(self.Dv))
+        narrow = sizes.narrow(self.capability, 2, padded(self.D), padded(self.Dv))
         return ("narrow" if narrow else "wide") + ("_e4m3" if self.e4m3 else "")
 
     @property
@@ -77,19 +79,26 @@ class Job(NamedTuple):
         return self.blocks_read * self.block_size * (self.D + self.Dv) / 1e6
 
 
+def capability_of(capability: int, D: int, Dv: int) -> int:
+    """That of an H100, unless a GPU of this compute capability has tiles for other head dims (`sizes.narrow`)."""
+    here, there = (sizes.narrow(of, 2, padded(D), padded(Dv)) for of in (capability, CAPABILITY))
+    return CAPABILITY if here == there else capability
+
+
 def work(job: Job, schedule: str) -> dict[str, float]:
     """What a schedule of `NAMES` does for a call, in millions unless the name says otherwise; empty if it has no tile.
 
     ``_each`` is what the longest program does, or as long as it takes a row to be merged: the time of few programs. A
     step is a tile of keys. Numbers and products are counted with head dims as long as those of tiles, except
-    ``numbers_of_blocks``. ``_mma``: products of tiles too small for `wgmma`.
+    ``numbers_of_blocks``. ``_wgmma``, ``_mma``: products of tiles that use `wgmma`, and of tiles that do not. A term
+    whose work changes gets another name, so that costs measured for the old work are not read (`nsa/gpu.py`).
     """
     return {"query_major": _query_major, "key_major": _key_major, "union": _union}[schedule](job)
 
 
 def _query_major(job: Job) -> dict[str, float]:
     tile, splits, _ = query_tiles.tile_and_splits(
-        None, CAPABILITY, PROCESSORS, 1 if job.e4m3 else 2, job.G, job.D, job.Dv, job.most_keys,
+        None, job.capability, PROCESSORS, 1 if job.e4m3 else 2, job.G, job.D, job.Dv, job.most_keys,
         span_bucket(job.n, job.keys), job.rows, largest=LARGEST_CLUSTER, block=job.block_size & -job.block_size,
     )  # fmt: skip
     width, programs = tile.BLOCK_D + tile.BLOCK_DV, job.rows * -(-job.G // tile.HEADS)
@@ -113,7 +122,7 @@ def _query_major(job: Job) -> dict[str, float]:
 def _key_major(job: Job) -> dict[str, float]:
     tokens, size, blocks = job.sequences * job.queries, job.block_size, job.sequences * job.keys / job.block_size
     walks, reads = key_tiles.walks(job.queries, job.keys, False), int(tokens * job.n / max(blocks, 1.0))
-    tile = key_tiles.select(CAPABILITY, 2, job.G, job.D, job.Dv, size, None, walks, job.e4m3, reads)
+    tile = key_tiles.select(job.capability, 2, job.G, job.D, job.Dv, size, None, walks, job.e4m3, reads)
     width, units, loads = tile.BLOCK_D + tile.BLOCK_DV, tile.BLOCK_M // tile.HEADS, -(-size // tile.BLOCK_N)
     walked = (job.n * tile.walked // 16) / job.n  # the share of a row's blocks that the merge reads itself
     entries = job.rows * job.mean_blocks * (1 - walked)
@@ -137,7 +146,7 @@ def _key_major(job: Job) -> dict[str, float]:
 
 
 def _union(job: Job) -> dict[str, float]:
-    tile = union_tiles.select(CAPABILITY, 2, job.G, job.D, job.Dv, job.n, job.block_size)
+    tile = union_tiles.select(job.capability, 2, job.G, job.D, job.Dv, job.n, job.block_size)
     if tile is None:
         return {}
     (cost, gain), tokens = union_tiles.worth(job.block_size), min(tile.TOKENS, job.queries)
@@ -158,10 +167,10 @@ def _union(job: Job) -> dict[str, float]:
         "calls": 1.0,
         "sorted": tiles * slots * math.log2(slots) / 1e6,
         "steps_each": each / 1e6,
-        "products_each": each * products * tile.TMA,
+        "products_each_wgmma": each * products * tile.TMA,
         "products_each_mma": each * products * (not tile.TMA),
         "steps": steps / 1e6,
-        "products": steps * products * tile.TMA,
+        "products_wgmma": steps * products * tile.TMA,
         "products_mma": steps * products * (not tile.TMA),
         REST: 1 - whole * sum(union > 0 for union in unions) / PLACES,
     }

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 import nsa
+from nsa.kernels.shared.device import limits
 from nsa.testing.clock import serving
 from nsa.testing.clock.cuda import time_gpu
 from nsa.testing.clock.measure import run_facts
@@ -155,7 +156,7 @@ def warm(seed: int, device: torch.device) -> None:
 def rows(seeds: Sequence[int], device: torch.device) -> Iterator[dict[str, Any]]:
     """Compile the kernels of all seeds, then measure one shape after the other. Shapes that are wrong are printed."""
     compile_ahead([(warm, seed) for seed in seeds], device, processes(device))
-    facts = run_facts(device)
+    facts = run_facts(device) | {"capability": limits(device)[0]}
     with nsa.configure(probe="never"):  # the children have compiled the kernels
         for seed in seeds:
             gc.collect()  # frees the CUDA graphs of earlier shapes and their outputs

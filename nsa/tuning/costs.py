@@ -23,7 +23,7 @@ from nsa import gpu, schedules
 from nsa.kernels.union.family import LEAST_GROUP
 from nsa.testing.report.recording import within
 from nsa.tuning.files import provenance, write_section
-from nsa.work import NAMES, Job, work
+from nsa.work import CAPABILITY, NAMES, Job, capability_of, work
 
 NEAR = 0.3
 LEAST = 16  # times, to fit the costs of a schedule and a kind of calls
@@ -35,7 +35,8 @@ Kinds = dict[str, dict[str, dict[str, float]]]  # costs by kind of calls, schedu
 def job(row: Row) -> Job:
     """The sizes of a measured call."""
     sizes = (row[name] for name in ("B", "S", "S_kv", "HKV", "G", "D", "Dv", "n", "block_size", "paged", "fp8"))
-    return Job(*sizes)._replace(shared=row["shared"])
+    capability = capability_of(row.get("capability", CAPABILITY), row["D"], row["Dv"])  # older rows lack it
+    return Job(*sizes)._replace(shared=row["shared"], capability=capability)
 
 
 def fit(rows: Sequence[Row]) -> Kinds:

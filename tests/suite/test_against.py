@@ -75,6 +75,21 @@ def test_a_process_that_ends_itself_is_refused(repository, status):
         compare(repository)
 
 
+def test_a_later_process_that_ends_itself_is_refused(repository, monkeypatch):
+    """Also in a folder with a dot in its name: each process has files of its own."""
+    monkeypatch.setattr(against, "PAIRS", 2)
+    path = repository.rename(repository.with_name("repository-0.3"))
+    (path / "tests" / "perf" / "test_c.py").write_text(
+        "import os\nfrom pathlib import Path\n\nimport pytest\n\n@pytest.mark.perf\ndef test_c():\n"
+        "    ran = Path(__file__).with_name('ran')\n    if ran.exists():\n        os._exit(0)\n    ran.touch()\n"
+    )
+    try:
+        with pytest.raises(against.NotCompared, match="^this tree: pytest exited with 0:"):
+            compare(path)
+    finally:
+        path.rename(repository)
+
+
 def test_an_unknown_commit_is_refused(repository):
     with pytest.raises(against.NotCompared, match="no-such-branch"):
         against.compare("no-such-branch", [], [], repository, False)

@@ -14,7 +14,7 @@ from nsa.work import NAMES
 TRUE = {
     "query_major": {"calls": 5.0, "numbers": 0.25},
     "key_major": {"calls": 40.0, "numbers_of_blocks": 0.5, "products": 0.005},
-    "union": {"calls": 30.0, "products": 0.003, "products_mma": 0.003, "rest": 1.0},
+    "union": {"calls": 30.0, "products_wgmma": 0.003, "products_mma": 0.003, "rest": 1.0},
 }
 FACTS = {"gpu": "NVIDIA Nobody 1", "torch": "2.11.0", "triton": "3.6.0", "commit": "abc123"}
 
@@ -38,6 +38,13 @@ def rows(count=160, noise=0.0):
 def narrow(measured):
     """Those of one kind. Each kind takes a fit of one to two seconds for any number of rows, and five to hold out."""
     return [row for row in measured if costs.job(row).kind == "narrow"]
+
+
+def test_long_keys_are_of_the_kind_of_their_tiles():
+    """With D = 192 and Dv = 128 tiles are those of narrow head dims on Hopper only. Rows of an H100 may not say so."""
+    row = next(row for row in rows() if row["D"] == 192 and not row["fp8"])
+    kinds = [costs.job(row | of).kind for of in ({}, {"capability": 90}, {"capability": 80})]
+    assert kinds == ["narrow", "narrow", "wide"]
 
 
 @pytest.fixture(scope="module")

@@ -38,9 +38,10 @@ MAX_SLOTS = 64
 """Blocks of a row that routing gives to key-major. With at most 64, windows have thousands of tokens."""
 
 FEW_UNITS = 8192
-"""Units of a window and head, and blocks, up to which one program lists them, so that a call has two launches less."""
+"""One program lists at most this many units of a window and head, of at most this many blocks. A call then has two
+launches and a fill fewer."""
 FEW_SEQUENCES = 16
-"""Sequences of a ragged batch up to which it does. It looks at the end of each for every unit."""
+"""The lists of a ragged batch of more sequences take three launches: one program would read each end for every unit."""
 
 
 class Choice(NamedTuple):

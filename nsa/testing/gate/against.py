@@ -221,7 +221,7 @@ def _run(tree: Tree, arguments: Sequence[str], work: Path, module: str) -> bool:
     Raises:
         NotCompared: as `_pytest`, or its process imported the `module` of another commit.
     """
-    stem = work / f"{tree.path.name}-{tree.processes}-{time.monotonic_ns()}"
+    stem = work / f"{'base' if tree.commit else 'this'}-{tree.processes}-{time.monotonic_ns()}"  # without a dot
     file, began = stem.with_suffix(".json"), time.monotonic()
     said, xml = _pytest(tree, [f"--benchmark-json={file}", *arguments], stem)
     tree.processes += 1

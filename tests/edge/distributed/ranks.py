@@ -76,10 +76,10 @@ class Ranks:
         """The results of ``world`` ranks, by rank."""
         if self.processes is None:
             self.start()
-        for pipe, process in zip(self.pipes[:world], self.processes, strict=False):
-            if process.is_alive():
+        for pipe in self.pipes[:world]:
+            try:
                 pipe.send((job, world, keywords))
-            else:
+            except (BrokenPipeError, ConnectionResetError):
                 self.receive(pipe)
         results, waiting = {}, dict(zip(self.pipes[:world], range(world), strict=True))
         while waiting:

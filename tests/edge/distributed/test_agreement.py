@@ -1,6 +1,11 @@
 """Calls that do not fit together, or fail on one rank: an error on every rank, and no hang."""
 
+from multiprocessing import Pipe
+from types import SimpleNamespace
+
 import pytest
+
+from tests.edge.distributed.ranks import Ranks
 
 HANG_S = 30
 OTHERS = {
@@ -61,6 +66,18 @@ def test_a_rank_that_makes_no_call(ranks):
     assert text.startswith("RuntimeError: selection_attention: expected all ranks to make the call within 2 s")
     assert text.endswith("got nothing from rank 1")
     assert seconds < HANG_S
+
+
+def test_a_rank_that_ends_as_a_job_is_sent_is_named():
+    """Whether its process is alive is no question to ask first: it may end just after the answer."""
+    ours, theirs = Pipe()
+    theirs.close()
+    known = SimpleNamespace(name="rank-0", exitcode=7, is_alive=lambda: True, join=lambda: None, kill=lambda: None)
+    started = Ranks()
+    started.pipes, started.processes = [ours], [known]
+    with pytest.raises(AssertionError, match="^rank-0 ended with exit code 7$"):
+        started.run("any", 1)
+    assert started.processes is None, "the next test starts them anew"
 
 
 def test_a_mesh_must_have_one_dimension(ranks):

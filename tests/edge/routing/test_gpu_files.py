@@ -138,7 +138,11 @@ def test_the_section_of_older_versions_is_said_and_not_read(packaged, caplog):
     assert said(caplog) == [("nsa", text)]
 
 
-@pytest.mark.parametrize("of", ["union_apart: {}", "query_major: {parts: 1}"], ids=["schedule", "term"])
+@pytest.mark.parametrize(
+    "of",
+    ["union_apart: {}", "query_major: {parts: 1}", "union: {products: 1}"],  # union counts two kinds of products apart
+    ids=["schedule", "term", "products of unions"],
+)
 def test_costs_of_another_version_are_said_and_not_read(packaged, mine, caplog, of):
     """`nsa calibrate` wrote them. It can write other sections of that file, and those costs anew."""
     packaged(COSTS)

@@ -15,7 +15,7 @@ from nsa.kernels.key_major import family as key_family
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.shared import device as device_facts
 from nsa.kernels.shared.shape import shape_of
-from nsa.work import Job, work
+from nsa.work import Job, capability_of, work
 
 GPU = "NVIDIA Nobody 1"
 PROVENANCE = "{gpu: NVIDIA Nobody 1, torch: '2', triton: '3', date: 2026-12-01, commit: abc, command: c, shapes: s}"
@@ -98,7 +98,7 @@ def test_work_by_blocks():
 def test_rows_without_a_union(changed, left):
     found = work(USUAL._replace(**changed), "union")
     assert found["rest"] == pytest.approx(left)
-    assert (found["products"] > 0) is (left < 1)
+    assert (found["products_wgmma"] > 0) is (left < 1)
 
 
 def test_no_tile_of_union_holds_two_tokens_of_many_wide_heads():
@@ -363,6 +363,25 @@ def test_union_of_long_keys_is_for_hopper(folder, gpu, monkeypatch, capability, 
     folder(UNION)
     with nsa.configure(sel_triton_min_L=0):
         assert planned(S=1024, G=32, D=192, Dv=128).route == want
+
+
+@pytest.mark.parametrize(("capability", "want"), [(90, "union"), (80, "query_major")])
+def test_long_keys_have_the_costs_of_their_tiles(folder, gpu, monkeypatch, capability, want):
+    """With D = 192 and Dv = 128 tiles are those of narrow head dims on Hopper, and those of wide ones elsewhere."""
+    monkeypatch.setattr(device_facts, "limits", lambda device: (capability, 108))
+    folder(f"{{narrow: {OF_THREE}, wide: {{query_major: {{calls: 1}}, union: {{calls: 4}}}}}}")
+    with nsa.configure(sel_triton_min_L=0):
+        assert planned(S=1024, G=16, D=192, Dv=128).route == want
+        assert planned(S=1024, G=16, D=128, Dv=128).route == "union"
+
+
+def test_the_work_of_long_keys_is_that_of_their_tiles():
+    job = USUAL._replace(D=192, Dv=128, G=16, shared=0.9)
+    elsewhere = job._replace(capability=capability_of(80, 192, 128))
+    assert (job.kind, elsewhere.kind) == ("narrow", "wide")
+    assert work(job, "union")["products_wgmma"] > 0 == work(elsewhere, "union")["products_wgmma"]
+    assert work(elsewhere, "key_major")["steps"] > work(job, "key_major")["steps"]
+    assert capability_of(80, 128, 128) == capability_of(80, 256, 256) == 90
 
 
 def test_no_file_means_query_major(folder, gpu):
