@@ -51,7 +51,7 @@ def test_kernels_compile(name, extent):
     assert quick <= compiled <= asked
     folders = [*(family.name for family in (*FAMILIES, *BACKWARDS)), "shared"]
     functions = {name for folder in folders for name in sources.functions(folder) if name.endswith("_kernel")}
-    assert {k.kernel for k in kernels} == functions
+    assert {k.kernel for k in kernels} == functions - ({"_lists_kernel"} if name == "gfx942" else set())
     assert {k.registers is None for k in kernels} == {RELEASE < matrix.OVERHEARD}
     early = [k for k in kernels if k.kernel in ("_fwd_kernel", "_rows_kernel", "_combine_kernel")]
     assert {k.early for k in kernels if k not in early} == {False}

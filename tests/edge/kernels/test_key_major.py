@@ -148,8 +148,9 @@ def test_one_program_lists_what_three_launches_list(draw, device, small, planned
     assert want[0].any()
 
 
-def test_a_call_of_many_units_takes_three_launches(planned):
-    """Or one of many blocks, or of many sequences in a ragged batch."""
+def test_a_call_of_many_units_takes_three_launches(monkeypatch):
+    """Or one of many blocks, or of many sequences in a ragged batch, or any on an AMD GPU."""
+
     def lists(tokens, blocks, ends=None):
         q, k = (torch.empty(1, n, 4, 128, dtype=torch.bfloat16, device="meta") for n in (tokens, blocks * 64))
         selected = torch.empty(1, tokens, 4, 16, dtype=torch.int32, device="meta")
@@ -164,6 +165,8 @@ def test_a_call_of_many_units_takes_three_launches(planned):
     assert [lists(512, 64), lists(513, 64)] == [1, 3]
     assert [lists(64, 8192), lists(64, 8193)] == [1, 3]
     assert [lists(512, 64, 16), lists(512, 64, 32)] == [1, 3]
+    monkeypatch.setattr(device_facts, "limits", lambda device: (device_facts.AMD, 304))
+    assert lists(512, 64) == 3
 
 
 SHAPES = [(64, 4), (32, 4), (32, 8), (16, 16), (128, 1), (8, 8), (3, 1)]
