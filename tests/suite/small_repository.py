@@ -1,10 +1,7 @@
 """A repository with a few benchmarks of its own, which imports this tree's `nsa`."""
 
-from pathlib import Path
+from nsa.testing import machine
 
-from nsa.testing import machine, plugin
-
-ROOT = Path(plugin.__file__).parents[2]
 BENCHMARKS = """
 import pytest
 from nsa.testing.clock.measure import gate_figures

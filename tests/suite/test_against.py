@@ -13,7 +13,8 @@ import yaml
 from nsa.testing.gate import against, hooks
 from nsa.testing.gate.rule import Reading
 
-from .small_repository import ROOT, contestant, git, make, write
+from .small_project import ROOT
+from .small_repository import contestant, git, make, write
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,8 @@ import torch
 import nsa
 from nsa.testing.plugin import current_lane
 
-ROOT = Path(__file__).parents[2]
+from .small_project import ROOT
+
 KERNEL = ROOT / "examples" / "your_kernel.py"
 RIGHT = "end = tl.minimum(tl.load(ranges_ptr + (row * n + span) * 2 + 1), limit)"
 START = "tl.load(ranges_ptr + (row * n + span) * 2)"

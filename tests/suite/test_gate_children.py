@@ -13,7 +13,8 @@ import pytest
 from nsa.testing import machine
 from nsa.testing.gate import against, children
 
-from .small_repository import ROOT, git, make
+from .small_project import ROOT
+from .small_repository import git, make
 
 # `--nsa-against HEAD` without pytest's start around it.
 GATE = """
