@@ -47,12 +47,6 @@ def repository(tmp_path):
     return make(tmp_path / "repository")
 
 
-def environment(**more):
-    dropped = ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_ADDOPTS", "PYTHONWARNINGS")
-    kept = {name: value for name, value in machine.without_git().items() if name not in dropped}
-    return kept | {"PYTHONPATH": str(ROOT)} | more
-
-
 def test_variables_of_a_repository_are_those_that_git_lists():
     listed = set(machine.git(ROOT, "rev-parse", "--local-env-vars").stdout.split())
     assert {"GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE"} <= listed
@@ -71,7 +65,8 @@ def test_a_hook_of_a_linked_worktree_keeps_its_index(repository, tmp_path):
     git(linked, "add", "added.txt")
     who = ["-c", "user.name=x", "-c", "user.email=x@y"]
     command = ["git", *who, "commit", "-m", "through the hook"]
-    done = subprocess.run(command, cwd=linked, env=environment(), capture_output=True, text=True, check=False)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=linked, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "not gated: HEAD (" in done.stdout + done.stderr
     assert git(linked, "show", "--name-only", "--format=%s").split("\n") == ["through the hook", "", "added.txt"]
@@ -117,7 +112,7 @@ def test_a_comparison_that_is_ended_ends_its_benchmark_and_removes_its_tree(repo
     git(repository, "add", "-A")
     git(repository, "commit", "--quiet", "-m", "slow")
     gone = git(repository, "worktree", "list")
-    given = environment(TOLD=str(told), TMPDIR=str(temporary))
+    given = os.environ | {"PYTHONPATH": str(ROOT), "TOLD": str(told), "TMPDIR": str(temporary)}
     command = [sys.executable, "-c", GATE, str(repository)]
     with subprocess.Popen(command, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert waited(lambda: told.exists() and told.read_text().count(" "))
