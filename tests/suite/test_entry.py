@@ -124,20 +124,15 @@ def metadata(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def environment():
-    """`environment(*folders, **more)`: this process's environment, as it is outside of the suite."""
-
-    def make(*folders, **more):
-        ours = ("NSA_", "TRITON_", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-        return kept | {"PYTHONPATH": os.pathsep.join(map(str, folders)), "NSA_TEST_TRITON_SEL": "0"} | more
-
-    return make
+def environment(*folders):
+    """This process's environment, as it is outside of the suite, with these folders on the import path."""
+    ours = ("NSA_", "TRITON_", "CUDA_VISIBLE_DEVICES")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return kept | {"PYTHONPATH": os.pathsep.join(map(str, folders)), "NSA_TEST_TRITON_SEL": "0"}
 
 
 @pytest.fixture
-def installed(site, metadata, environment):
+def installed(site, metadata):
     return environment(metadata, site)
 
 
@@ -347,7 +342,7 @@ def test_once(request, lane):
     [(True, []), (True, ["--nsa-seed", "7"]), (True, ["--nsa-seed", "7", "-n", "1"]), (False, ["--nsa-seed", "7"])],
     ids=["editable-plain", "editable-option", "editable-xdist", "not-installed"],
 )
-def test_a_checkout_registers_the_plugin_once(run_pytest, tmp_path, site, metadata, environment, entry, words):
+def test_a_checkout_registers_the_plugin_once(run_pytest, tmp_path, site, metadata, entry, words):
     """Its root conftest.py does, and where it is installed, the entry point, too."""
     lay_out(tmp_path, {"tests/parity/test_once.py": REGISTERED.format(entry=entry)})
     path = [metadata, site] if entry else [site]
