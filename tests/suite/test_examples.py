@@ -36,8 +36,7 @@ def prove(run_pytest, tmp_path):
     """`prove(lane, impl)`: pytest's run of a subset of the third parties' lane, modules in `tmp_path` included."""
 
     def run(lane, impl, *more):
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
+        environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
         gpu = lane == "parity" and current_lane() == "gpu"  # which has no fp32, and more cases
         some = "bf16 and N256" if gpu else FEW[lane]
         some = f"mixed and not any_selection and {some}"
