@@ -1,7 +1,5 @@
 """Selectors as contestants: a right one is proved, wrong ones are WRONG and told why."""
 
-import re
-
 import pytest
 
 from nsa.testing.contestants import named
@@ -9,6 +7,7 @@ from nsa.testing.contestants.fit import ENOUGH
 from nsa.testing.contestants.selectors import selector
 
 from .small_project import ROOT, off_gpu
+from .test_docs import fenced
 
 MODULE = '''
 import torch
@@ -129,8 +128,7 @@ MORE = (
 @pytest.fixture
 def judged(run_pytest, tmp_path):
     """`judged(*names, some=(…))`: pytest's run of the parity lane, or of other tests, on selectors of the module."""
-    page = (ROOT / "docs" / "selecting.md").read_text(encoding="utf-8")
-    (example,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def choose(" in code)
+    (example,) = (text for _, _, text in fenced(ROOT / "docs" / "selecting.md") if "def choose(" in text)
     (tmp_path / "my_selectors.py").write_text(MODULE + example, encoding="utf-8")
 
     def run(*names, some=("-m", "parity", "-k", "selecting")):
@@ -141,17 +139,12 @@ def judged(run_pytest, tmp_path):
     return run
 
 
-def test_a_right_selector_is_proved(judged):
-    done = judged("right")
+def test_a_right_selector_and_that_of_the_page_are_proved(judged):
+    done = judged("right", "choose")
     said = " ".join(done.stdout.split())
     assert "my_selectors:right, parity: right on 60 cases; does not promise: score relu; score softmax" in said, said
+    assert "my_selectors:choose, parity: right on 60 cases" in said, said
     assert "not proved" not in said
-    assert done.returncode == 0
-
-
-def test_the_selector_of_the_page_is_proved(judged):
-    done = judged("choose")
-    assert "my_selectors:choose, parity: right on 60 cases" in " ".join(done.stdout.split()), done.stdout
     assert done.returncode == 0
 
 
