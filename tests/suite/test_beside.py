@@ -1,37 +1,36 @@
 """Beside other plugins of pytest: what they do is done here by small ones. `.ci/plugins` runs beside the real ones."""
 
 import re
-import textwrap
 
 import pytest
 
-from .small_project import ROOT, lay_out, off_gpu, outcome
+from .small_project import ROOT, lay_out, off_gpu, outcome, write
 
 LOUD = """
-    import random, warnings
-    import numpy, pytest, torch
+import random, warnings
+import numpy, pytest, torch
 
-    def loud(*args, **how):
-        warnings.warn("the option is deprecated", DeprecationWarning)
+def loud(*args, **how):
+    warnings.warn("the option is deprecated", DeprecationWarning)
 
-    def pytest_configure(config):  # as pytest-asyncio
-        loud()
+def pytest_configure(config):  # as pytest-asyncio
+    loud()
 
-    pytest_sessionstart = pytest_collection_finish = pytest_runtest_logstart = pytest_sessionfinish = loud
-    pytest_terminal_summary = pytest_unconfigure = loud
+pytest_sessionstart = pytest_collection_finish = pytest_runtest_logstart = pytest_sessionfinish = loud
+pytest_terminal_summary = pytest_unconfigure = loud
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(items):  # as pytest-randomly
-        items.reverse()
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):  # as pytest-randomly
+    items.reverse()
 
-    def seed():
-        random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+def seed():
+    random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
 
-    def pytest_runtest_setup(item):
-        seed()
+def pytest_runtest_setup(item):
+    seed()
 
-    def pytest_runtest_call(item):
-        seed()
+def pytest_runtest_call(item):
+    seed()
 """
 TESTS = """
 import warnings
@@ -55,34 +54,33 @@ def test_warns():
     warnings.warn("of a test", DeprecationWarning)
 """
 KERNEL = """
-    from nsa.call import Call
-    from nsa.plain.packed_sdpa import packed_sdpa
+from nsa.call import Call
+from nsa.plain.packed_sdpa import packed_sdpa
 
-    def attend(q, k, v, *, ranges, causal, scale, return_lse=False):
-        o, lse = packed_sdpa(Call.of(q, k, v, ranges=ranges, causal=causal, scale=scale, return_lse=True))
-        return (o, lse) if return_lse else o
+def attend(q, k, v, *, ranges, causal, scale, return_lse=False):
+    o, lse = packed_sdpa(Call.of(q, k, v, ranges=ranges, causal=causal, scale=scale, return_lse=True))
+    return (o, lse) if return_lse else o
 """
 CODSPEED = """
-    import pytest
+import pytest
 
-    class CodSpeed:
-        is_codspeed_enabled = True
+class CodSpeed:
+    is_codspeed_enabled = True
 
-    def pytest_configure(config):
-        config.option.benchmark_disable = True
-        config.pluginmanager.set_blocked("pytest_benchmark")
-        config.pluginmanager.register(CodSpeed(), "codspeed_plugin")
+def pytest_configure(config):
+    config.option.benchmark_disable = True
+    config.pluginmanager.set_blocked("pytest_benchmark")
+    config.pluginmanager.register(CodSpeed(), "codspeed_plugin")
 
-    @pytest.fixture
-    def benchmark():
-        raise ValueError("Unknown kwargs passed to benchmark marker: timer")
+@pytest.fixture
+def benchmark():
+    raise ValueError("Unknown kwargs passed to benchmark marker: timer")
 """
 
 
 @pytest.fixture
 def folder(tmp_path):
-    for name, text in {"loud": LOUD, "mine": KERNEL, "speed": CODSPEED}.items():
-        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+    write(tmp_path, {"loud.py": LOUD, "mine.py": KERNEL, "speed.py": CODSPEED})
     return tmp_path
 
 

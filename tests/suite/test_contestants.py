@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-import textwrap
 
 import pytest
 import torch
@@ -19,104 +18,103 @@ from nsa.testing.report import pages
 from nsa.testing.suite.parity.test_promises import over_a_cache
 from nsa.testing.verdicts import KINDS, Tally, Verdicts
 
-from .small_project import ROOT, off_gpu, saving
+from .small_project import ROOT, off_gpu, saving, write
 from .small_repository import contestant, git
 
 KERNELS = """
-    import torch
+import torch
 
-    from nsa.call import Call
-    from nsa.plain.oracle import selection_reference
-    from nsa.testing import contestant
+from nsa.call import Call
+from nsa.plain.oracle import selection_reference
+from nsa.testing import contestant
 
-    def right(q, k, v, *, ranges, causal, scale, return_lse=False):
-        call = Call(q.double(), k, v, ranges=ranges, causal=causal, scale=scale, return_lse=True)
-        o, lse = selection_reference(call)
-        return (o.to(q.dtype), lse.float()) if return_lse else o.to(q.dtype)
+def right(q, k, v, *, ranges, causal, scale, return_lse=False):
+    call = Call(q.double(), k, v, ranges=ranges, causal=causal, scale=scale, return_lse=True)
+    o, lse = selection_reference(call)
+    return (o.to(q.dtype), lse.float()) if return_lse else o.to(q.dtype)
 
-    def first_64(q, k, v, *, ranges, causal, scale, return_lse=False):
-        S, S_kv = q.shape[1], k.shape[1]
-        limit = (torch.arange(S) + S_kv - S + 1).clamp(max=S_kv).view(1, S, 1, 1) if causal else torch.tensor(S_kv)
-        start, end = (x.long().clamp(min=0).minimum(limit) for x in ranges.unbind(-1))
-        length = (end - start).clamp(min=0)
-        left = (64 - (length.cumsum(-1) - length)).clamp(min=0)
-        short = torch.stack((start, start + length.minimum(left)), -1)
-        return right(q, k, v, ranges=short, causal=causal, scale=scale, return_lse=return_lse)
+def first_64(q, k, v, *, ranges, causal, scale, return_lse=False):
+    S, S_kv = q.shape[1], k.shape[1]
+    limit = (torch.arange(S) + S_kv - S + 1).clamp(max=S_kv).view(1, S, 1, 1) if causal else torch.tensor(S_kv)
+    start, end = (x.long().clamp(min=0).minimum(limit) for x in ranges.unbind(-1))
+    length = (end - start).clamp(min=0)
+    left = (64 - (length.cumsum(-1) - length)).clamp(min=0)
+    short = torch.stack((start, start + length.minimum(left)), -1)
+    return right(q, k, v, ranges=short, causal=causal, scale=scale, return_lse=return_lse)
 
-    # As public kernels are: one head dim, one group, one block size, and lists that are sorted and padded at the end.
-    @contestant(
-        takes=("blocks",), dtypes=("bf16", "fp16"), dims=(32,), groups=(4,), unequal_dims=False, block_sizes=(16,),
-        causal=(True,), chunks=False, int64=False,
-        needs=("sorted", "padding last", "distinct", "visible", "nonempty", "contiguous", "finite"),
-    )
-    def picky(q, k, v, block_indices, block_size, scale):
-        listed = block_indices.masked_fill(block_indices < 0, 10**6)
-        assert q.dtype == torch.float16 and q.shape[-1] == 32 and q.shape[2] == 4 * k.shape[2] and block_size == 16
-        assert bool((listed.diff(dim=-1) >= 0).all()) and bool((listed[..., 0] < 10**6).all()) and q.is_contiguous()
-        blocks = {"block_indices": block_indices, "block_size": block_size}
-        return selection_reference(Call.of(q.double(), k, v, **blocks, scale=scale))[0].to(q.dtype)
+# As public kernels are: one head dim, one group, one block size, and lists that are sorted and padded at the end.
+@contestant(
+    takes=("blocks",), dtypes=("bf16", "fp16"), dims=(32,), groups=(4,), unequal_dims=False, block_sizes=(16,),
+    causal=(True,), chunks=False, int64=False,
+    needs=("sorted", "padding last", "distinct", "visible", "nonempty", "contiguous", "finite"),
+)
+def picky(q, k, v, block_indices, block_size, scale):
+    listed = block_indices.masked_fill(block_indices < 0, 10**6)
+    assert q.dtype == torch.float16 and q.shape[-1] == 32 and q.shape[2] == 4 * k.shape[2] and block_size == 16
+    assert bool((listed.diff(dim=-1) >= 0).all()) and bool((listed[..., 0] < 10**6).all()) and q.is_contiguous()
+    blocks = {"block_indices": block_indices, "block_size": block_size}
+    return selection_reference(Call.of(q.double(), k, v, **blocks, scale=scale))[0].to(q.dtype)
 
-    @contestant(takes=("blocks",), lse="2", needs=("default scale",))
-    def base_2(q, k, v, block_indices, block_size, causal):
-        blocks = {"block_indices": block_indices, "block_size": block_size}
-        o, lse = selection_reference(Call(q.double(), k, v, **blocks, causal=causal, return_lse=True))
-        return o.to(q.dtype), (lse / torch.log(torch.tensor(2.0))).float()
+@contestant(takes=("blocks",), lse="2", needs=("default scale",))
+def base_2(q, k, v, block_indices, block_size, causal):
+    blocks = {"block_indices": block_indices, "block_size": block_size}
+    o, lse = selection_reference(Call(q.double(), k, v, **blocks, causal=causal, return_lse=True))
+    return o.to(q.dtype), (lse / torch.log(torch.tensor(2.0))).float()
 
-    @contestant(takes=("ranges",), lse="e")
-    def gives_up(q, k, v, ranges, causal, scale, return_lse=False):
-        raise NotImplementedError("a promised call")
+@contestant(takes=("ranges",), lse="e")
+def gives_up(q, k, v, ranges, causal, scale, return_lse=False):
+    raise NotImplementedError("a promised call")
 
-    def takes_nothing(q, k, v, *, ranges, causal, scale, return_lse=False):
-        raise NotImplementedError("anything")
+def takes_nothing(q, k, v, *, ranges, causal, scale, return_lse=False):
+    raise NotImplementedError("anything")
 
-    def no_selection(q, k, v, *, causal, scale):
-        pass
+def no_selection(q, k, v, *, causal, scale):
+    pass
 
-    def of_blocks(q, k, v, *, block_indices, block_size, causal, scale):
-        pass
+def of_blocks(q, k, v, *, block_indices, block_size, causal, scale):
+    pass
 
-    def other_words(q, k, v, *, spans, causal):
-        pass
+def other_words(q, k, v, *, spans, causal):
+    pass
 
-    not_callable = 3
+not_callable = 3
 
-    @contestant(takes=("ranges",))
-    def one_causal(q, k, v, ranges, scale):
-        pass
+@contestant(takes=("ranges",))
+def one_causal(q, k, v, ranges, scale):
+    pass
 """
 
 
 RAISING = """
-    import torch
-    import triton
+import torch
+import triton
 
-    def _launch(q):
-        raise ValueError(f"head dimension {q.shape[-1]} is not supported")
+def _launch(q):
+    raise ValueError(f"head dimension {q.shape[-1]} is not supported")
 
-    def raises(q, k, v, *, ranges, causal, scale):
-        return _launch(q)
+def raises(q, k, v, *, ranges, causal, scale):
+    return _launch(q)
 
-    def asserts(q, k, v, *, ranges, causal, scale):
-        assert q.shape[-1] == 7
-        return q
+def asserts(q, k, v, *, ranges, causal, scale):
+    assert q.shape[-1] == 7
+    return q
 
-    @triton.jit
-    def _kernel():
-        raise IndexError("in a program")
+@triton.jit
+def _kernel():
+    raise IndexError("in a program")
 
-    def interpreted(q, k, v, *, ranges, causal, scale):
-        _kernel[(1,)]()
+def interpreted(q, k, v, *, ranges, causal, scale):
+    _kernel[(1,)]()
 
-    def through_torch(q, k, v, *, ranges, causal, scale):
-        return torch.zeros(3).view(2)
+def through_torch(q, k, v, *, ranges, causal, scale):
+    return torch.zeros(3).view(2)
 """
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stranger")
-    for name, text in {"mine": KERNELS, "raising": RAISING}.items():
-        (folder / f"{name}.py").write_text(textwrap.dedent(text))
+    write(folder, {"mine.py": KERNELS, "raising.py": RAISING})
     return folder
 
 
@@ -162,7 +160,7 @@ def test_a_wrong_kernel_is_told_what_it_computes(suite):
 
 def test_a_kernel_that_raises_is_told_what_and_where_at_the_end_of_a_short_run(suite, folder):
     """Also from a worker. Equal failures are one: each contestant fails in four tests or more."""
-    lines = textwrap.dedent(RAISING).splitlines()
+    lines = RAISING.splitlines()
     names = {
         "raises": ("ValueError", "raise ValueError", "head dimension 64 is not supported"),
         "asserts": ("AssertionError", "assert q", "assert q.shape[-1] == 7"),
