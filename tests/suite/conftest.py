@@ -1,11 +1,16 @@
-"""The suite's own tests: which part of the compile matrix a run compiles, and problems that count as large."""
+"""The suite's own tests: which part of the compile matrix a run compiles, large problems, and modules made up."""
 
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
 
 import pytest
 
+from nsa.testing.contestants import peers
 from nsa.testing.matrix.case import Case
 
 
@@ -13,6 +18,21 @@ from nsa.testing.matrix.case import Case
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every problem counts as large."""
     monkeypatch.setattr(Case, "large", property(lambda _: True))
+
+
+@pytest.fixture
+def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModuleType]]:
+    """`importable(name, **members)`: a module of that name can be imported. Which peers can be is looked up again."""
+
+    def make(name: str, **members: Any) -> ModuleType:
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    peers.installed.cache_clear()
+    yield make
+    peers.installed.cache_clear()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

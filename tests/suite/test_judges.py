@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-import sys
-from types import ModuleType
 
 import pytest
 import torch
@@ -336,13 +334,11 @@ WRONG_KERNELS = {
 
 
 @pytest.fixture
-def third_party(monkeypatch):
+def third_party(importable):
     """Loads a function as `--nsa-impl` does, in one of its short forms."""
 
     def make(kernel, form=""):
-        module = ModuleType("a_third_party")
-        module.kernel = kernel
-        monkeypatch.setitem(sys.modules, "a_third_party", module)
+        importable("a_third_party", kernel=kernel)
         return load(f"a_third_party:kernel{form}")
 
     return make

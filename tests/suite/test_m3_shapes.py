@@ -1,8 +1,6 @@
 """The shapes of MiniMax-M3 in the perf lane: what is timed there, and what its comparators are given."""
 
 import inspect
-import sys
-from types import ModuleType
 
 import pytest
 import torch
@@ -26,7 +24,7 @@ SMALL = {"step": Shape(STEP), "chunk": Shape(CHUNK), "ragged": Shape(RAGGED), "f
 
 
 @pytest.fixture
-def vllm(monkeypatch):
+def vllm(importable):
     """vLLM's two functions in plain torch: their arguments and layouts, and which blocks they read."""
 
     def attend(position, sequence, q, kv_cache, topk_idx, block_table, num_kv_heads, sm_scale, output, scales):
@@ -71,13 +69,10 @@ def vllm(monkeypatch):
         scales = k_scale, v_scale
         attend(position, sequence, q, kv_cache, topk_idx, block_table, num_kv_heads, sm_scale, output, scales)
 
-    called, module = [], ModuleType(peers.VLLM)
-    for function in (minimax_m3_sparse_attn, minimax_m3_sparse_attn_decode):
-        setattr(module, function.__name__, function)
-    monkeypatch.setitem(sys.modules, peers.VLLM, module)
-    peers.installed.cache_clear()
-    yield peers.vllm()["vllm"], called
-    peers.installed.cache_clear()
+    called = []
+    functions = (minimax_m3_sparse_attn, minimax_m3_sparse_attn_decode)
+    importable(peers.VLLM, **{function.__name__: function for function in functions})
+    return peers.vllm()["vllm"], called
 
 
 @pytest.mark.parametrize(
