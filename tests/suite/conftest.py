@@ -1,4 +1,4 @@
-"""The suite's own tests: which part of the compile matrix a run compiles, large problems, and modules made up."""
+"""The suite's own tests: which part of the compile matrix a run compiles, and fixtures of several files."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ from nsa.testing.matrix.case import Case
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every problem counts as large."""
     monkeypatch.setattr(Case, "large", property(lambda _: True))
+
+
+@pytest.fixture(scope="session")
+def drawn() -> None:
+    """Reports can be made: the libraries of the extra `report` are there."""
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("jinja2")
 
 
 @pytest.fixture

@@ -104,9 +104,7 @@ def run(run_pytest):
     return make
 
 
-def test_command_on_the_cpu_lane(run, tmp_path):
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("jinja2")
+def test_command_on_the_cpu_lane(run, tmp_path, drawn):
     file, folder = tmp_path / "out.csv", tmp_path / "report"
     shape = ["--nsa-shape", "N=2,H=4,D=64,Dv=64,L=64:128", "--nsa-dist", "few,many", "--nsa-decode"]
     written = ("--nsa-csv", str(file), "--nsa-report", str(folder))
@@ -182,9 +180,7 @@ def test_what_would_fail_at_the_end_is_refused_at_once(run_pytest):
         assert message in done.stderr
 
 
-def test_a_report_that_cannot_be_written_turns_a_green_run_red(run, tmp_path):
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("jinja2")
+def test_a_report_that_cannot_be_written_turns_a_green_run_red(run, tmp_path, drawn):
     (tmp_path / "report").write_text("a file where the folder should go")
     shape = ["--nsa-shape", "N=1,H=4,D=64,L=16", "--nsa-iters", "10"]
     done = run(*PERF, *shape, "--nsa-report", str(tmp_path / "report"))

@@ -364,10 +364,8 @@ def test_a_users_own_compare_fail_works_on_top(project):
     assert (done.returncode, gate(done)[-1].partition(", ")[0]) == (1, "--benchmark-compare-fail: nothing was compared")
 
 
-def test_the_report_has_what_was_gated_beside_this_run(project, tmp_path):
+def test_the_report_has_what_was_gated_beside_this_run(project, tmp_path, drawn):
     """In a folder that is elsewhere."""
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("jinja2")
     storage = tmp_path / "elsewhere" / "baselines"
     shutil.copytree(project.baselines, storage)
     change(project.files, lambda i, document: document["commit_info"].update(id="0" * 40))  # not read here

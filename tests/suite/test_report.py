@@ -36,13 +36,6 @@ def stored(path, document, **changed):
     return load(path)
 
 
-@pytest.fixture(scope="module")
-def drawn():
-    """The libraries of the extra `report`."""
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("jinja2")
-
-
 # --- recordings of other kinds ---------------------------------------------------------------------------------------
 
 BESIDE = {"dense_cudnn": 5.0, "dense_flash": 9.0, "query_major": 1.5, "key_major": 1.0, "fla": 2.0}
