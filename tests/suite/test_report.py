@@ -432,17 +432,6 @@ def test_summary_of_a_cpu_run_is_a_line_for_each_group():
 PACKAGED = "16, measured 2026-11-21 at commit 7554f5187b46, nsa/configs/gpus/nvidia-h100-80gb-hbm3.yaml"
 
 
-@pytest.fixture
-def user_folder(monkeypatch, tmp_path):
-    """No file of this user's own, and no variable."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.delenv("NSA_SEL_TRITON_MIN_L", raising=False)
-    settings.reload()
-    yield tmp_path / "nsa" / "gpus"
-    monkeypatch.undo()
-    settings.reload()
-
-
 def committed(packed):
     """Of the committed GPU baseline, the kernels of packed rows, which no threshold rests on, or all the others."""
     whole = next(r for r in newest(BASELINES) if r.gpu)
