@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import types
 from pathlib import Path
@@ -56,6 +57,13 @@ def outcome(done):
     """`{"passed": 4, …}`, as pytest counts at the end."""
     last = next((line for line in reversed(done.stdout.splitlines()) if re.search(r" in [\d.]+s", line)), "")
     return {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?|deselected|skipped)", last)}
+
+
+def replayed(done, test):
+    """pytest's arguments in the one line that says how to repeat a test."""
+    start = "NSA_TEST_TRITON_SEL=0 pytest "
+    [line] = [line for line in done.stdout.splitlines() if line.startswith(start) and test in line]
+    return shlex.split(line.removeprefix(start))
 
 
 def section(lines, title):
