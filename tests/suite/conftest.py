@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 
 from nsa.testing.contestants import peers
 from nsa.testing.matrix.case import Case
+
+from .small_project import ROOT, off_gpu
 
 
 @pytest.fixture
@@ -40,6 +43,18 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Module
     peers.installed.cache_clear()
     yield make
     peers.installed.cache_clear()
+
+
+@pytest.fixture
+def contest(run_pytest: Callable[..., Any]) -> Callable[..., Any]:
+    """`contest(folder, names, *arguments)`: the shipped suite, off the GPU, on contestants in modules of the folder."""
+
+    def run(folder: Path, names: Iterable[str], *arguments: str) -> Any:
+        impls = [word for name in names for word in ("--nsa-impl", name)]
+        chosen = ("--pyargs", "nsa.testing.suite", *impls, *arguments, "-q", "-p", "no:cacheprovider")
+        return run_pytest(*chosen, cwd=ROOT, environment=off_gpu(folder))
+
+    return run
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -256,12 +256,12 @@ def pytest_runtest_protocol(item, nextitem):
 """
 
 
-def test_skips_retries_and_crashes_are_not_green(run_pytest, tmp_path):
+def test_skips_retries_and_crashes_are_not_green(contest, tmp_path):
     """Each of these kernels is right in all other calls, and the lane `edge` asks for no number of cases."""
     write(tmp_path, {"mine.py": KERNELS, "retry.py": RETRY})
-    chosen = [word for name in ("right", "dies", "skips", "xfails", "moody") for word in ("--nsa-impl", f"mine:{name}")]
-    chosen += ["--pyargs", "nsa.testing.suite.edge", "-k", "model_may and one-key and fp32", "-p", "retry", "-n", "1"]
-    done = run_pytest(*chosen, cwd=ROOT, environment=off_gpu(tmp_path))
+    names = ("mine:right", "mine:dies", "mine:skips", "mine:xfails", "mine:moody")
+    chosen = ("-m", "edge", "-k", "model_may and one-key and fp32", "-p", "retry", "-n", "1")
+    done = contest(tmp_path, names, *chosen)
     said = re.sub(r"\n    ", " ", done.stdout.partition("= contestants =")[2])
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     verdicts = dict(re.findall(r"^mine:(\w+)(?:, edge)?: (right on|WRONG|not proved)", said, re.M))
@@ -274,28 +274,24 @@ def test_skips_retries_and_crashes_are_not_green(run_pytest, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["exits", "exits_at_the_end", "patches_torch"])
-def test_ends_and_patches_are_not_green(run_pytest, tmp_path, name):
+def test_ends_and_patches_are_not_green(contest, tmp_path, name):
     """In the only process, whose end would be status 0 without a word."""
     write(tmp_path, {"mine.py": KERNELS})
-    chosen = ["--nsa-impl", f"mine:{name}", "--pyargs", "nsa.testing.suite.edge", "-k", "model_may and one-key"]
-    done = run_pytest(*chosen, cwd=ROOT, environment=off_gpu(tmp_path))
+    done = contest(tmp_path, [f"mine:{name}"], "-m", "edge", "-k", "model_may and one-key")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     assert f"mine:{name}, edge: WRONG on" in done.stdout
     why = {"exits": "os._exit(0) was called", "patches_torch": "mine:patches_torch patched torch.equal"}.get(name, "")
     assert why in done.stdout
 
 
-def test_a_benchmark_that_its_contestant_leaves_out_is_not_green(run_pytest, tmp_path):
+def test_a_benchmark_that_its_contestant_leaves_out_is_not_green(contest, tmp_path):
     write(tmp_path, {"mine.py": KERNELS.replace("args[0].shape[2] == 4", "True")})
-    chosen = ["--nsa-impl", "mine:skips", "--nsa-impl", "mine:xfails", "--pyargs", "nsa.testing.suite.perf"]
-    done = run_pytest(
-        *chosen, "-k", "many and D64-Dv64-L256", "-m", "perf", cwd=ROOT, environment=off_gpu(tmp_path)
-    )
+    done = contest(tmp_path, ["mine:skips", "mine:xfails"], "-m", "perf", "-k", "many and D64-Dv64-L256")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     assert re.findall(r"^mine:(\w+), perf: WRONG on", done.stdout, re.M) == ["skips", "xfails"]
 
 
-def test_without_asserts_nothing_is_judged(run_pytest, tmp_path):
+def test_without_asserts_nothing_is_judged(tmp_path):
     write(tmp_path, {"mine.py": KERNELS})
     chosen = ["--nsa-impl", "mine:right", "--pyargs", "nsa.testing.suite.edge", "-k", "one-key"]
     command = [sys.executable, "-O", "-m", "pytest", *chosen]

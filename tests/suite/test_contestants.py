@@ -18,7 +18,7 @@ from nsa.testing.report import pages
 from nsa.testing.suite.parity.test_promises import over_a_cache
 from nsa.testing.verdicts import KINDS, Tally, Verdicts
 
-from .small_project import ROOT, off_gpu, saving, write
+from .small_project import off_gpu, saving, write
 from .small_repository import contestant, git
 
 KERNELS = """
@@ -118,26 +118,15 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def suite(run_pytest, folder):
-    """`suite(*arguments)`: the shipped suite in this checkout, on kernels of `mine.py`, without a GPU."""
-
-    def run(*arguments):
-        arguments = ("--pyargs", "nsa.testing.suite", *arguments, "-q", "-p", "no:cacheprovider")
-        return run_pytest(*arguments, cwd=ROOT, environment=off_gpu(folder))
-
-    return run
-
-
 def verdicts(done):
     """The lines of the section, joined as they were before they were wrapped."""
     section = done.stdout.partition("= contestants =")[2].partition("\n===")[0]
     return re.sub(r"\n    ", " ", section.partition("\n")[2])
 
 
-def test_a_kernel_of_one_size_is_judged_on_it(suite):
+def test_a_kernel_of_one_size_is_judged_on_it(contest, folder):
     """Cases are reshaped to its contract, not skipped; what it does not promise is said once."""
-    done = suite("-m", "parity or edge", "--nsa-impl", "mine:picky", "-k", "not any_selection")
+    done = contest(folder, ["mine:picky"], "-m", "parity or edge", "-k", "not any_selection")
     assert done.returncode == 0, done.stdout + done.stderr
     said = verdicts(done)
     count = re.search(r"mine:picky, parity: right on (\d+) cases; does not promise: (.*)", said)
@@ -149,8 +138,8 @@ def test_a_kernel_of_one_size_is_judged_on_it(suite):
     assert "SKIPPED" not in done.stdout.replace("streams need a GPU", "", 1).replace("SKIPPED [", "", 1)
 
 
-def test_a_wrong_kernel_is_told_what_it_computes(suite):
-    done = suite("-m", "parity", "--nsa-impl", "mine:first_64", "-k", "L67 or L99 or L130 or L131 or L17")
+def test_a_wrong_kernel_is_told_what_it_computes(contest, folder):
+    done = contest(folder, ["mine:first_64"], "-m", "parity", "-k", "L67 or L99 or L130 or L131 or L17")
     assert done.returncode == 1
     said = verdicts(done)
     assert re.match(r"mine:first_64, parity: WRONG on (\d+) of \d+ cases\n", said), done.stdout
@@ -158,7 +147,7 @@ def test_a_wrong_kernel_is_told_what_it_computes(suite):
     assert "no known mistake" not in said
 
 
-def test_a_kernel_that_raises_is_told_what_and_where_at_the_end_of_a_short_run(suite, folder):
+def test_a_kernel_that_raises_is_told_what_and_where_at_the_end_of_a_short_run(contest, folder):
     """Also from a worker. Equal failures are one: each contestant fails in four tests or more."""
     lines = RAISING.splitlines()
     names = {
@@ -167,8 +156,8 @@ def test_a_kernel_that_raises_is_told_what_and_where_at_the_end_of_a_short_run(s
         "interpreted": ("IndexError", "raise IndexError", "in a program"),
         "through_torch": ("RuntimeError", "return torch", "shape '[2]' is invalid for input of size 3"),
     }
-    chosen = [word for name in names for word in ("--nsa-impl", f"raising:{name}")]
-    done = suite("-m", "parity", *chosen, "-k", "test_triton_sel_parity and L33 and D64", "-n", "1")
+    chosen = ("-m", "parity", "-k", "test_triton_sel_parity and L33 and D64", "-n", "1")
+    done = contest(folder, [f"raising:{name}" for name in names], *chosen)
     said = verdicts(done)
     for name, (error, line, message) in names.items():
         at = next(i for i, text in enumerate(lines, 1) if text.strip().startswith(line))
@@ -183,11 +172,10 @@ def test_a_kernel_that_raises_is_told_what_and_where_at_the_end_of_a_short_run(s
     assert "in test_triton_sel_parity" not in done.stdout, "no traceback through the suite"
 
 
-def test_what_is_not_proved_is_red(suite):
+def test_what_is_not_proved_is_red(contest, folder):
     """Too few cases; a promised call that is refused; a call that is refused without a promise."""
-    names = ("right", "base_2", "gives_up", "takes_nothing")
-    chosen = [word for name in names for word in ("--nsa-impl", f"mine:{name}")]
-    done = suite("-m", "parity", *chosen, "-k", "block16 or L33 and not any_selection")
+    names = ("mine:right", "mine:base_2", "mine:gives_up", "mine:takes_nothing")
+    done = contest(folder, names, "-m", "parity", "-k", "block16 or L33 and not any_selection")
     said = verdicts(done)
     assert done.returncode == 1
     assert re.search(rf"mine:right, parity: not proved: \d+ distinct cases, {ENOUGH} are needed", said), done.stdout
@@ -255,8 +243,8 @@ def test_a_path_is_told_what_to_type(tmp_path, monkeypatch, spec, said):
         named.load(spec)
 
 
-def test_a_mistake_of_use_ends_the_run_before_it_collects(suite):
-    done = suite("-m", "parity", "--nsa-impl", MISUSED["other-words"][0])
+def test_a_mistake_of_use_ends_the_run_before_it_collects(contest, folder):
+    done = contest(folder, [MISUSED["other-words"][0]], "-m", "parity")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert done.stderr.startswith("ERROR: --nsa-impl mine:other_words: its signature is other_words(q, k, v, *, spans")
     assert len(done.stderr.strip().splitlines()) == 3

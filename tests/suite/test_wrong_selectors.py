@@ -6,7 +6,7 @@ from nsa.testing.contestants import named
 from nsa.testing.contestants.fit import ENOUGH
 from nsa.testing.contestants.selectors import selector
 
-from .small_project import ROOT, off_gpu
+from .small_project import ROOT
 from .test_docs import fenced
 
 MODULE = '''
@@ -126,15 +126,13 @@ MORE = (
 
 
 @pytest.fixture
-def judged(run_pytest, tmp_path):
+def judged(contest, tmp_path):
     """`judged(*names, some=(…))`: pytest's run of the parity lane, or of other tests, on selectors of the module."""
     (example,) = (text for _, _, text in fenced(ROOT / "docs" / "selecting.md") if "def choose(" in text)
     (tmp_path / "my_selectors.py").write_text(MODULE + example, encoding="utf-8")
 
     def run(*names, some=("-m", "parity", "-k", "selecting")):
-        impls = [word for name in names for word in ("--nsa-impl", f"my_selectors:{name}")]
-        chosen = ("--pyargs", "nsa.testing.suite", *some, *impls, "--benchmark-disable")
-        return run_pytest(*chosen, "-p", "no:cacheprovider", cwd=ROOT, environment=off_gpu(tmp_path))
+        return contest(tmp_path, [f"my_selectors:{name}" for name in names], *some, "--benchmark-disable")
 
     return run
 
