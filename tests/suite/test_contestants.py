@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 
-import nsa
 from nsa.testing import machine
 from nsa.testing.contestants import named
 from nsa.testing.contestants.contract import Contract
@@ -20,6 +19,7 @@ from nsa.testing.verdicts import KINDS, Tally, Verdicts
 
 from .small_project import off_gpu, saving, write
 from .small_repository import contestant, git
+from .test_conduct import STEPS, right
 
 KERNELS = """
 import torch
@@ -293,24 +293,18 @@ def test_a_contestants_own_baseline_gates_it_and_is_reported(run_pytest, forked_
 # --- caches in fp8 and ragged queries --------------------------------------------------------------------------------
 
 OVER_A_CACHE = Contract(takes=("blocks",), caches=("contiguous", "pages"), fp8=True, ragged=True, lse="e")
-STEPS = Case(4, 32, 32, 64, 12, "prefill", "fp16", HKV=1, S=3, S_kv=256, block_size=16)
-
-
-def plain(q, k, v, **how):
-    how = {name: x for name, x in how.items() if name not in ("q_positions", "cu_seqlens")}
-    return nsa.selection_attention_with_kvcache(q, k, v, **how, backend="sdpa")
 
 
 def without(name):
-    """`plain`, which takes another scale for 1."""
-    return lambda q, k, v, **how: plain(q, k, v, **how | ({} if how[name] is None else {name: how[name] * 0 + 1}))
+    """`right`, which takes another scale for 1."""
+    return lambda q, k, v, **how: right(q, k, v, **how | ({} if how[name] is None else {name: how[name] * 0 + 1}))
 
 
 def one_query_early(q, k, v, *, cu_seqlens_q, **how):
     """The second sequence begins with the last query of the first."""
     if cu_seqlens_q is not None:
         cu_seqlens_q = cu_seqlens_q - torch.tensor([0, 1, 1, 0, 0], dtype=torch.int32, device=cu_seqlens_q.device)
-    return plain(q, k, v, cu_seqlens_q=cu_seqlens_q, **how)
+    return right(q, k, v, cu_seqlens_q=cu_seqlens_q, **how)
 
 
 FP8, RAGGED = {"fp8": True}, {"counts": (3, 0, 1, 5)}
@@ -323,8 +317,8 @@ FP8, RAGGED = {"fp8": True}, {"counts": (3, 0, 1, 5)}
 )
 @pytest.mark.parametrize("page", ["", 64])
 def test_over_a_cache(device, kernel, how, page):
-    right, wrong = (named.of_function("mine:kernel", f, OVER_A_CACHE, declared=True) for f in (plain, kernel))
-    over_a_cache(right, STEPS, device, page, **how)
+    one, wrong = (named.of_function("mine:kernel", f, OVER_A_CACHE, declared=True) for f in (right, kernel))
+    over_a_cache(one, STEPS, device, page, **how)
     with pytest.raises(AssertionError, match="mine:kernel on .*bound .*; the first at .*head"):
         over_a_cache(wrong, STEPS, device, page, **how)
 
