@@ -35,11 +35,11 @@ def lay_out(folder, files):
     write(folder, files)
 
 
-def saving(folder, *arguments, impl=()):
-    """What `hooks._record` reads of a configuration: pytest with these arguments, in the rootdir `folder`."""
+def configuration(folder, *arguments, **options):
+    """What the gate's hooks read of a configuration: pytest with these arguments, in the rootdir `folder`."""
     params = types.SimpleNamespace(args=arguments, dir=folder)
-    option = types.SimpleNamespace(benchmark_storage=hooks.UPSTREAM_STORAGE, nsa_impl=list(impl))
-    return types.SimpleNamespace(option=option, rootpath=folder, invocation_params=params)
+    option = {"benchmark_storage": hooks.UPSTREAM_STORAGE, "nsa_impl": []} | options
+    return types.SimpleNamespace(option=types.SimpleNamespace(**option), rootpath=folder, invocation_params=params)
 
 
 class Session:

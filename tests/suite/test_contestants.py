@@ -17,7 +17,7 @@ from nsa.testing.report import pages
 from nsa.testing.suite.parity.test_promises import over_a_cache
 from nsa.testing.verdicts import KINDS, Tally, Verdicts
 
-from .small_project import off_gpu, saving, write
+from .small_project import configuration, off_gpu, write
 from .small_repository import contestant, git
 from .test_conduct import STEPS, right
 
@@ -274,7 +274,7 @@ def test_a_contestants_own_baseline_gates_it_and_is_reported(run_pytest, forked_
         monkeypatch.setenv(name, value)
     chosen = ("-p", "nsa_pytest", "--pyargs", "nsa.testing.suite", "-m", "perf", "--nsa-impl", "timed:attend")
     chosen = (*chosen, "-p", "clock", "-k", "many and D64-Dv64-L256", "-q", "-p", "no:cacheprovider")
-    assert hooks._record(saving(tmp_path, *chosen, "--nsa-save-baseline", impl=["timed:attend"])) == 0
+    assert hooks._record(configuration(tmp_path, *chosen, "--nsa-save-baseline", nsa_impl=["timed:attend"])) == 0
     (folder,) = {path.parent for path in tmp_path.glob("nsa-baselines/*/timed-attend/*.json")}
     theirs = git(tmp_path, "rev-parse", "HEAD")
     assert [path.stem.partition("-")[2] for path in folder.glob("*.json")] == [theirs[:7]] * 3

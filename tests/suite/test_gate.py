@@ -18,7 +18,7 @@ from nsa.testing.gate import hooks, store
 from nsa.testing.machine import triton_version
 
 from ..conftest import fork_children
-from .small_project import joined, lay_out, off_gpu, outcome, replayed, saving, section
+from .small_project import configuration, joined, lay_out, off_gpu, outcome, replayed, section
 
 NAMES = ("same", "slower_5", "slower_15", "once", "machine", "noisy", "doubtful", "missing")
 ALIKE = {name: {"ours": [2.0], "control": 1.0} for name in NAMES}  # ms, by attempt
@@ -95,10 +95,8 @@ def save(run_pytest, monkeypatch, path, *arguments, **options):
         monkeypatch.setenv(name, value)
     for name in ("check_values", "refused_of_several"):  # which REFUSED is about
         monkeypatch.setattr(hooks.refusals, name, lambda config: None)
-    config = saving(path, *SAVE, *arguments)
     given = {"collectonly": False, "nsa_recording": False, "nsa_save_baseline": True, "nsa_against": None} | options
-    vars(config.option).update(given)
-    return hooks.pytest_cmdline_main(config)
+    return hooks.pytest_cmdline_main(configuration(path, *SAVE, *arguments, **given))
 
 
 @pytest.fixture(scope="module")
