@@ -73,6 +73,11 @@ def section(lines, title):
     return lines[start + 1 : stop]
 
 
+def verdicts(done):
+    """The section on contestants, its lines joined as they were before they were wrapped."""
+    return "\n".join(section(done.stdout.splitlines(), "contestants")).replace("\n    ", " ")
+
+
 def joined(lines):
     """Text as it was before it was wrapped."""
     return " ".join(line.strip() for line in lines)

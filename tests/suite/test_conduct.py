@@ -21,7 +21,7 @@ from nsa.testing.suite.parity.test_promises import test_triton_sel_parity_gradie
 from nsa.testing.suite.parity.test_promises import test_triton_sel_parity_twice as twice
 from nsa.testing.verdicts import Verdicts
 
-from .small_project import ROOT, off_gpu, write
+from .small_project import ROOT, off_gpu, verdicts, write
 
 for borrowed in (in_place, gradients, twice):
     borrowed.__test__ = False  # called below
@@ -262,11 +262,11 @@ def test_skips_retries_and_crashes_are_not_green(contest, tmp_path):
     names = ("mine:right", "mine:dies", "mine:skips", "mine:xfails", "mine:moody")
     chosen = ("-m", "edge", "-k", "model_may and one-key and fp32", "-p", "retry", "-n", "1")
     done = contest(tmp_path, names, *chosen)
-    said = re.sub(r"\n    ", " ", done.stdout.partition("= contestants =")[2])
+    said = verdicts(done)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
-    verdicts = dict(re.findall(r"^mine:(\w+)(?:, edge)?: (right on|WRONG|not proved)", said, re.M))
+    told = dict(re.findall(r"^mine:(\w+)(?:, edge)?: (right on|WRONG|not proved)", said, re.M))
     wrong = {"skips": "WRONG", "xfails": "WRONG", "moody": "WRONG"}
-    assert verdicts == {"right": "right on", "dies": "not proved"} | wrong, said
+    assert told == {"right": "right on", "dies": "not proved"} | wrong, said
     assert re.search(r"^mine:dies: not proved: 1 test ended without a result, the first is .*mine:dies-", said, re.M)
     assert "expected a result, got Skipped: too large" in done.stdout
     assert "expected a result, got XFailed: too large" in done.stdout

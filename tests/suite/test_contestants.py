@@ -17,7 +17,7 @@ from nsa.testing.report import pages
 from nsa.testing.suite.parity.test_promises import over_a_cache
 from nsa.testing.verdicts import KINDS, Tally, Verdicts
 
-from .small_project import configuration, off_gpu, write
+from .small_project import configuration, off_gpu, verdicts, write
 from .small_repository import contestant, git
 from .test_conduct import STEPS, right
 
@@ -116,12 +116,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stranger")
     write(folder, {"mine.py": KERNELS, "raising.py": RAISING})
     return folder
-
-
-def verdicts(done):
-    """The lines of the section, joined as they were before they were wrapped."""
-    section = done.stdout.partition("= contestants =")[2].partition("\n===")[0]
-    return re.sub(r"\n    ", " ", section.partition("\n")[2])
 
 
 def test_a_kernel_of_one_size_is_judged_on_it(contest, folder):
