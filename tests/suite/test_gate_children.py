@@ -43,7 +43,8 @@ time.sleep(600)
 
 
 @pytest.fixture
-def repository(tmp_path):
+def repository(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return make(tmp_path / "repository")
 
 
@@ -64,9 +65,7 @@ def test_a_hook_of_a_linked_worktree_keeps_its_index(repository, tmp_path):
     (linked / "added.txt").write_text("x")
     git(linked, "add", "added.txt")
     who = ["-c", "user.name=x", "-c", "user.email=x@y"]
-    command = ["git", *who, "commit", "-m", "through the hook"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=linked, env=environment, capture_output=True, text=True, check=False)
+    done = machine.git(linked, *who, "commit", "-m", "through the hook")
     assert done.returncode == 0, done.stderr + done.stdout
     assert "not gated: HEAD (" in done.stdout + done.stderr
     assert git(linked, "show", "--name-only", "--format=%s").split("\n") == ["through the hook", "", "added.txt"]
@@ -112,7 +111,7 @@ def test_a_comparison_that_is_ended_ends_its_benchmark_and_removes_its_tree(repo
     git(repository, "add", "-A")
     git(repository, "commit", "--quiet", "-m", "slow")
     gone = git(repository, "worktree", "list")
-    given = os.environ | {"PYTHONPATH": str(ROOT), "TOLD": str(told), "TMPDIR": str(temporary)}
+    given = os.environ | {"TOLD": str(told), "TMPDIR": str(temporary)}
     command = [sys.executable, "-c", GATE, str(repository)]
     with subprocess.Popen(command, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert waited(lambda: told.exists() and told.read_text().count(" "))

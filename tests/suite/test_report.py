@@ -65,8 +65,7 @@ def trained(like, case, median=25e-3):
     names = [name for name in BESIDE if "major" not in name and (name != "fla" or case.H >= 16)]
     medians = {name: median * BESIDE[name] for name in names}
     facts = {"ns_per_query": median * 1e9 / case.S, "memory_vs_flash": 0.82, "share_of_ceiling": None}
-    found = made(like, f"test_backward[{case.id}]", case, median, "ours", medians, speedup_vs_cudnn=5.0, **facts)
-    return found
+    return made(like, f"test_backward[{case.id}]", case, median, "ours", medians, speedup_vs_cudnn=5.0, **facts)
 
 
 def served(like, case, impl, median=6e-6, **others):
