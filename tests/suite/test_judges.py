@@ -14,6 +14,8 @@ from nsa.testing.judge.forward import Oracle, assert_parity, fp64
 from nsa.testing.judge.gradients import NAMES, GradientOracle, assert_gradients
 from nsa.testing.matrix.case import Case
 
+from .test_conduct import spoiling
+
 SPANS = Case(2, 16, 16, 24, 6, "overlap", "fp32", HKV=2, S=3, S_kv=40)  # rows 1 and 4 list nothing
 BLOCKS = dataclasses.replace(SPANS, source="blocks", L=64, block_size=16)
 PROMPT = Case(2, 16, 16, 64, 400, "prefill", "fp32", HKV=2, S=100, S_kv=130, block_size=16)
@@ -297,16 +299,6 @@ def answer(q, k, v, *, return_lse, **args):
     return (out, lse) if return_lse else out
 
 
-def writes_to(name):
-    def kernel(q, k, v, **args):
-        result = answer(q, k, v, **args)
-        given = {"q": q, "k": k, "v": v} | args
-        given[name].view(-1).view(torch.uint8)[0] ^= 1  # one bit, when the answer is made
-        return result
-
-    return kernel
-
-
 def returning(change):
     return lambda *args, **more: change(answer(*args, **more))
 
@@ -328,7 +320,7 @@ WRONG_KERNELS = {
     "LSE-dtype": (returning(lambda r: (r[0], r[1].double())), "LSE", "expected an LSE in float32, got torch.float64"),
     "LSE-value": (returning(lambda r: (r[0], r[1] / math.log(2))), "LSE", "LSE error .* > bound"),
 } | {
-    f"writes-{name}": (writes_to(name), "O", f"wrote to its input {name}$")
+    f"writes-{name}": (spoiling(name), "O", f"wrote to its input {name}$")
     for name in ("q", "k", "v", "ranges", "block_indices")
 }  # fmt: skip
 
