@@ -119,9 +119,9 @@ def reuses_its_result(q, k, **how):
 def of_one_size(q, k, **how):
     return right_one(q, k, how) * 0
 '''
-MORE = (
-    "empties_its_input", "ignores_windows", "reads_32_dims", "forces_one_and_two", "wraps_pages", "prefers_nan",
-    "rounds_scores", "remembers_addresses", "reuses_its_result", "of_one_size",
+WRONG = (
+    "upward", "mean", "without_tails", "empties_its_input", "ignores_windows", "reads_32_dims", "forces_one_and_two",
+    "wraps_pages", "prefers_nan", "rounds_scores", "remembers_addresses", "reuses_its_result", "of_one_size",
 )  # fmt: skip
 
 
@@ -154,11 +154,10 @@ def test_edge_has_no_test_of_a_selector_and_says_so(judged):
 
 def test_wrong_selectors_are_red_and_told(judged):
     """Each by those of its cases that have 20 rows, a fifth. Ties are among integers; large blocks have neither."""
-    names = ("upward", "mean", "without_tails", *MORE)
-    done = judged(*names, some=("-m", "parity", "-k", "rows20 or of_one_size or (upward and integers)"))
+    done = judged(*WRONG, some=("-m", "parity", "-k", "rows20 or of_one_size or (upward and integers)"))
     said = " ".join(done.stdout.split())
     assert done.returncode == 1
-    for name in names:
+    for name in WRONG:
         assert f"my_selectors:{name}, parity: WRONG on" in said, said
     assert "of equal scores the larger block is chosen" in said
     assert "a block has the mean of its keys instead of the largest" in said
