@@ -142,17 +142,24 @@ def pin():
 
 
 @pytest.fixture
-def gpus(monkeypatch, tmp_path):
+def user_folder(monkeypatch, tmp_path):
+    """Where this user's own measurements of GPUs would lie: there are none, nor a variable."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("NSA_SEL_TRITON_MIN_L", raising=False)
+    settings.reload()
+    yield tmp_path / "config" / "nsa" / "gpus"
+    monkeypatch.undo()
+    settings.reload()
+
+
+@pytest.fixture
+def gpus(user_folder, monkeypatch, tmp_path):
     """An empty folder in place of the packaged measurements of GPUs; this user has none either."""
     folder = tmp_path / "gpus"
     folder.mkdir()
     monkeypatch.setattr(gpu, "PACKAGED", folder)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.delenv("NSA_SEL_TRITON_MIN_L", raising=False)
     settings.reload()
-    yield folder
-    monkeypatch.undo()
-    settings.reload()
+    return folder
 
 
 @pytest.fixture(params=["kernel", "cluster"] if current_lane() == "gpu" else ["kernel"])

@@ -1,11 +1,24 @@
 """For files with odd values in them: the places where a value may be odd, and the line with which a file is refused."""
 
+import copy
+
 
 def nodes(value, path=()):
     """The path of each node of a document, its root first."""
     yield path
     for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
         yield from nodes(value[key], (*path, key))
+
+
+def changed(document, path, values):
+    """The document with each value in the place of one node in turn."""
+    parent = box = {"root": copy.deepcopy(document)}
+    *way, last = ("root", *path)
+    for key in way:
+        parent = parent[key]
+    for value in values:
+        parent[last] = value
+        yield box["root"]
 
 
 def refused(path, call):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import types
 from pathlib import Path
@@ -34,11 +35,11 @@ def lay_out(folder, files):
     write(folder, files)
 
 
-def saving(folder, *arguments, impl=()):
-    """What `hooks._record` reads of a configuration: pytest with these arguments, in the rootdir `folder`."""
+def configuration(folder, *arguments, **options):
+    """What the gate's hooks read of a configuration: pytest with these arguments, in the rootdir `folder`."""
     params = types.SimpleNamespace(args=arguments, dir=folder)
-    option = types.SimpleNamespace(benchmark_storage=hooks.UPSTREAM_STORAGE, nsa_impl=list(impl))
-    return types.SimpleNamespace(option=option, rootpath=folder, invocation_params=params)
+    option = {"benchmark_storage": hooks.UPSTREAM_STORAGE, "nsa_impl": []} | options
+    return types.SimpleNamespace(option=types.SimpleNamespace(**option), rootpath=folder, invocation_params=params)
 
 
 class Session:
@@ -58,11 +59,23 @@ def outcome(done):
     return {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?|deselected|skipped)", last)}
 
 
+def replayed(done, test):
+    """pytest's arguments in the one line that says how to repeat a test."""
+    start = "NSA_TEST_TRITON_SEL=0 pytest "
+    [line] = [line for line in done.stdout.splitlines() if line.startswith(start) and test in line]
+    return shlex.split(line.removeprefix(start))
+
+
 def section(lines, title):
     """The lines under the heading `title`."""
     start = next(i for i, line in enumerate(lines) if f" {title} " in line and line.startswith("="))
     stop = next((i for i in range(start + 1, len(lines)) if lines[i].startswith("=")), len(lines))
     return lines[start + 1 : stop]
+
+
+def verdicts(done):
+    """The section on contestants, its lines joined as they were before they were wrapped."""
+    return "\n".join(section(done.stdout.splitlines(), "contestants")).replace("\n    ", " ")
 
 
 def joined(lines):

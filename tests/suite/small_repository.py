@@ -1,10 +1,9 @@
 """A repository with a few benchmarks of its own, which imports this tree's `nsa`."""
 
-from pathlib import Path
+from nsa.testing import machine
 
-from nsa.testing import machine, plugin
+from . import small_project
 
-ROOT = Path(plugin.__file__).parents[2]
 BENCHMARKS = """
 import pytest
 from nsa.testing.clock.measure import gate_figures
@@ -49,21 +48,18 @@ def git(path, *words):
 
 
 def write(path, times):
-    (path / "tests" / "perf").mkdir(parents=True, exist_ok=True)
-    (path / "tests" / "perf" / "test_a.py").write_text(BENCHMARKS.replace("{TIMES}", repr(times)))
+    small_project.write(path, {"tests/perf/test_a.py": BENCHMARKS.replace("{TIMES}", repr(times))})
 
 
 def contestant(folder, times=1.0, right=1.0, causal=True):
     """Plain torch as a contestant `timed:attend`, and a plugin `clock` by which it takes `times` as long as others."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "timed.py").write_text(CONTESTANT.format(times=times, right=right, causal=causal))
-    (folder / "clock.py").write_text(CLOCK)
+    kernel = CONTESTANT.format(times=times, right=right, causal=causal)
+    small_project.write(folder, {"timed.py": kernel, "clock.py": CLOCK})
 
 
 def make(path):
     """A repository whose one commit has two benchmarks."""
-    path.mkdir()
-    (path / "pytest.ini").write_text(INI)
+    small_project.write(path, {"pytest.ini": INI})
     write(path, {"alpha": 2.0, "beta": 2.0})
     git(path, "init", "--quiet")
     git(path, "add", "-A")

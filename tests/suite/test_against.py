@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import subprocess
-import types
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,8 @@ import yaml
 from nsa.testing.gate import against, hooks
 from nsa.testing.gate.rule import Reading
 
-from .small_repository import ROOT, contestant, git, make, write
+from .small_project import ROOT, configuration
+from .small_repository import contestant, git, make, write
 
 
 @pytest.fixture
@@ -135,10 +135,10 @@ def commands(workflow, tmp_path):
 
 def gated(runner, words, few=FEWER["perf"][1]):
     """What pytest does with these words, in this process, whose children are forks."""
-    options = types.SimpleNamespace(nsa_against=words[-1], nsa_impl=["timed:attend"], nsa_strict=True)
-    args = ["-p", "nsa_pytest", "-p", "clock", *words, "-k", few]
-    params = types.SimpleNamespace(args=args, dir=runner)
-    return hooks._against(types.SimpleNamespace(option=options, invocation_params=params, args=[FEWER["perf"][0]]))
+    options = {"nsa_against": words[-1], "nsa_impl": ["timed:attend"], "nsa_strict": True}
+    config = configuration(runner, "-p", "nsa_pytest", "-p", "clock", *words, "-k", few, **options)
+    config.args = [FEWER["perf"][0]]
+    return hooks._against(config)
 
 
 @pytest.fixture

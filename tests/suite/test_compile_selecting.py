@@ -8,6 +8,8 @@ from nsa.testing.compile import matrix
 from nsa.testing.compile.budgets import Compiled, all_complaints
 from nsa.testing.compile.points import ARCHITECTURES
 
+from .test_compile import MATRIX
+
 pytestmark = pytest.mark.aot
 
 SCRIPT = """
@@ -58,10 +60,7 @@ CALLS = {"quick": "chunk,decode,weights,lse"}
 CALLS["full"] = CALLS["quick"] + ",decode-e4m3,relu-chunk,relu-long,softmax,wide"
 
 
-@pytest.mark.parametrize(("name", "extent"), [
-    pytest.param("sm_90", "quick", id="sm_90-quick"),
-    *(pytest.param(name, "full", id=name) for name in ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")),
-])  # fmt: skip
+@pytest.mark.parametrize(("name", "extent"), MATRIX)
 def test_selecting_kernels_compile(compiling, name, extent, tmp_path):
     architecture = ARCHITECTURES[name]
     reason = matrix.unsupported(architecture, matrix.minor())

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import textwrap
 import types
 
 import pytest
@@ -22,7 +21,7 @@ from nsa.testing.suite.parity.test_promises import test_triton_sel_parity_gradie
 from nsa.testing.suite.parity.test_promises import test_triton_sel_parity_twice as twice
 from nsa.testing.verdicts import Verdicts
 
-from .small_project import ROOT, off_gpu
+from .small_project import ROOT, off_gpu, verdicts, write
 
 for borrowed in (in_place, gradients, twice):
     borrowed.__test__ = False  # called below
@@ -189,86 +188,85 @@ def test_packed_rows_change_in_place():
 # --- skips, retries and crashes --------------------------------------------------------------------------------------
 
 KERNELS = """
-    import atexit, os, signal
-    import pytest
-    import torch
-    from pathlib import Path
-    from nsa.call import Call
-    from nsa.plain.oracle import selection_reference
+import atexit, os, signal
+import pytest
+import torch
+from pathlib import Path
+from nsa.call import Call
+from nsa.plain.oracle import selection_reference
 
-    def right(q, k, v, *, ranges, causal, scale, return_lse=False, **absent):
-        call = Call(q.double(), k, v, ranges=ranges, causal=causal, scale=scale, return_lse=True)
-        o, lse = selection_reference(call)
-        return (o.to(q.dtype), lse.float()) if return_lse else o.to(q.dtype)
+def right(q, k, v, *, ranges, causal, scale, return_lse=False, **absent):
+    call = Call(q.double(), k, v, ranges=ranges, causal=causal, scale=scale, return_lse=True)
+    o, lse = selection_reference(call)
+    return (o.to(q.dtype), lse.float()) if return_lse else o.to(q.dtype)
 
-    def first(what):
-        try:
-            (Path(__file__).parent / what).touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        return True
+def first(what):
+    try:
+        (Path(__file__).parent / what).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
-    def dies(*args, **how):
-        if first("dies"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return right(*args, **how)
+def dies(*args, **how):
+    if first("dies"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return right(*args, **how)
 
-    def skips(*args, **how):
-        if args[0].shape[2] == 4:
-            pytest.skip("too large")
-        return right(*args, **how)
+def skips(*args, **how):
+    if args[0].shape[2] == 4:
+        pytest.skip("too large")
+    return right(*args, **how)
 
-    def xfails(*args, **how):
-        if args[0].shape[2] == 4:
-            pytest.xfail("too large")
-        return right(*args, **how)
+def xfails(*args, **how):
+    if args[0].shape[2] == 4:
+        pytest.xfail("too large")
+    return right(*args, **how)
 
-    def exits(*args, **how):
-        os._exit(0)
+def exits(*args, **how):
+    os._exit(0)
 
-    def exits_at_the_end(*args, **how):
-        if first("exits"):
-            atexit.register(os._exit, 0)
-        return args[0] * 3
+def exits_at_the_end(*args, **how):
+    if first("exits"):
+        atexit.register(os._exit, 0)
+    return args[0] * 3
 
-    def patches_torch(*args, **how):
-        torch.equal = lambda *a: True
-        return right(*args, **how)
+def patches_torch(*args, **how):
+    torch.equal = lambda *a: True
+    return right(*args, **how)
 
-    def moody(*args, **how):
-        return right(*args, **how) if not first("moody") else args[0] * 3
+def moody(*args, **how):
+    return right(*args, **how) if not first("moody") else args[0] * 3
 """
 RETRY = """
-    from _pytest.runner import runtestprotocol
+from _pytest.runner import runtestprotocol
 
-    def pytest_runtest_protocol(item, nextitem):
-        "As pytest-rerunfailures: a test that fails runs again, and the last run counts."
-        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for last in (False, True):
-            reports = runtestprotocol(item, log=False, nextitem=nextitem)
-            again = not last and any(report.failed for report in reports)
-            for report in reports if not again else ():
-                item.ihook.pytest_runtest_logreport(report=report)
-            if not again:
-                break
-            item._initrequest()
-        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        return True
+def pytest_runtest_protocol(item, nextitem):
+    "As pytest-rerunfailures: a test that fails runs again, and the last run counts."
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for last in (False, True):
+        reports = runtestprotocol(item, log=False, nextitem=nextitem)
+        again = not last and any(report.failed for report in reports)
+        for report in reports if not again else ():
+            item.ihook.pytest_runtest_logreport(report=report)
+        if not again:
+            break
+        item._initrequest()
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
 """
 
 
-def test_skips_retries_and_crashes_are_not_green(run_pytest, tmp_path):
+def test_skips_retries_and_crashes_are_not_green(contest, tmp_path):
     """Each of these kernels is right in all other calls, and the lane `edge` asks for no number of cases."""
-    for name, text in {"mine.py": KERNELS, "retry.py": RETRY}.items():
-        (tmp_path / name).write_text(textwrap.dedent(text))
-    chosen = [word for name in ("right", "dies", "skips", "xfails", "moody") for word in ("--nsa-impl", f"mine:{name}")]
-    chosen += ["--pyargs", "nsa.testing.suite.edge", "-k", "model_may and one-key and fp32", "-p", "retry", "-n", "1"]
-    done = run_pytest(*chosen, cwd=ROOT, environment=off_gpu(tmp_path))
-    said = re.sub(r"\n    ", " ", done.stdout.partition("= contestants =")[2])
+    write(tmp_path, {"mine.py": KERNELS, "retry.py": RETRY})
+    names = ("mine:right", "mine:dies", "mine:skips", "mine:xfails", "mine:moody")
+    chosen = ("-m", "edge", "-k", "model_may and one-key and fp32", "-p", "retry", "-n", "1")
+    done = contest(tmp_path, names, *chosen)
+    said = verdicts(done)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
-    verdicts = dict(re.findall(r"^mine:(\w+)(?:, edge)?: (right on|WRONG|not proved)", said, re.M))
+    told = dict(re.findall(r"^mine:(\w+)(?:, edge)?: (right on|WRONG|not proved)", said, re.M))
     wrong = {"skips": "WRONG", "xfails": "WRONG", "moody": "WRONG"}
-    assert verdicts == {"right": "right on", "dies": "not proved"} | wrong, said
+    assert told == {"right": "right on", "dies": "not proved"} | wrong, said
     assert re.search(r"^mine:dies: not proved: 1 test ended without a result, the first is .*mine:dies-", said, re.M)
     assert "expected a result, got Skipped: too large" in done.stdout
     assert "expected a result, got XFailed: too large" in done.stdout
@@ -276,30 +274,25 @@ def test_skips_retries_and_crashes_are_not_green(run_pytest, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["exits", "exits_at_the_end", "patches_torch"])
-def test_ends_and_patches_are_not_green(run_pytest, tmp_path, name):
+def test_ends_and_patches_are_not_green(contest, tmp_path, name):
     """In the only process, whose end would be status 0 without a word."""
-    (tmp_path / "mine.py").write_text(textwrap.dedent(KERNELS))
-    chosen = ["--nsa-impl", f"mine:{name}", "--pyargs", "nsa.testing.suite.edge", "-k", "model_may and one-key"]
-    done = run_pytest(*chosen, cwd=ROOT, environment=off_gpu(tmp_path))
+    write(tmp_path, {"mine.py": KERNELS})
+    done = contest(tmp_path, [f"mine:{name}"], "-m", "edge", "-k", "model_may and one-key")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     assert f"mine:{name}, edge: WRONG on" in done.stdout
     why = {"exits": "os._exit(0) was called", "patches_torch": "mine:patches_torch patched torch.equal"}.get(name, "")
     assert why in done.stdout
 
 
-def test_a_benchmark_that_its_contestant_leaves_out_is_not_green(run_pytest, tmp_path):
-    text = textwrap.dedent(KERNELS).replace("args[0].shape[2] == 4", "True")
-    (tmp_path / "mine.py").write_text(text)
-    chosen = ["--nsa-impl", "mine:skips", "--nsa-impl", "mine:xfails", "--pyargs", "nsa.testing.suite.perf"]
-    done = run_pytest(
-        *chosen, "-k", "many and D64-Dv64-L256", "-m", "perf", cwd=ROOT, environment=off_gpu(tmp_path)
-    )
+def test_a_benchmark_that_its_contestant_leaves_out_is_not_green(contest, tmp_path):
+    write(tmp_path, {"mine.py": KERNELS.replace("args[0].shape[2] == 4", "True")})
+    done = contest(tmp_path, ["mine:skips", "mine:xfails"], "-m", "perf", "-k", "many and D64-Dv64-L256")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     assert re.findall(r"^mine:(\w+), perf: WRONG on", done.stdout, re.M) == ["skips", "xfails"]
 
 
-def test_without_asserts_nothing_is_judged(run_pytest, tmp_path):
-    (tmp_path / "mine.py").write_text(textwrap.dedent(KERNELS))
+def test_without_asserts_nothing_is_judged(tmp_path):
+    write(tmp_path, {"mine.py": KERNELS})
     chosen = ["--nsa-impl", "mine:right", "--pyargs", "nsa.testing.suite.edge", "-k", "one-key"]
     command = [sys.executable, "-O", "-m", "pytest", *chosen]
     done = subprocess.run(command, cwd=ROOT, env=off_gpu(tmp_path), capture_output=True, text=True, check=False)

@@ -2,12 +2,10 @@
 
 import importlib.util
 import re
-import textwrap
 
 import pytest
 import torch
 
-import nsa
 from nsa.testing import machine
 from nsa.testing.contestants import named
 from nsa.testing.contestants.contract import Contract
@@ -19,127 +17,110 @@ from nsa.testing.report import pages
 from nsa.testing.suite.parity.test_promises import over_a_cache
 from nsa.testing.verdicts import KINDS, Tally, Verdicts
 
-from .small_project import ROOT, off_gpu, saving
+from .small_project import configuration, off_gpu, verdicts, write
 from .small_repository import contestant, git
+from .test_conduct import STEPS, right
 
 KERNELS = """
-    import torch
+import torch
 
-    from nsa.call import Call
-    from nsa.plain.oracle import selection_reference
-    from nsa.testing import contestant
+from nsa.call import Call
+from nsa.plain.oracle import selection_reference
+from nsa.testing import contestant
 
-    def right(q, k, v, *, ranges, causal, scale, return_lse=False):
-        call = Call(q.double(), k, v, ranges=ranges, causal=causal, scale=scale, return_lse=True)
-        o, lse = selection_reference(call)
-        return (o.to(q.dtype), lse.float()) if return_lse else o.to(q.dtype)
+def right(q, k, v, *, ranges, causal, scale, return_lse=False):
+    call = Call(q.double(), k, v, ranges=ranges, causal=causal, scale=scale, return_lse=True)
+    o, lse = selection_reference(call)
+    return (o.to(q.dtype), lse.float()) if return_lse else o.to(q.dtype)
 
-    def first_64(q, k, v, *, ranges, causal, scale, return_lse=False):
-        S, S_kv = q.shape[1], k.shape[1]
-        limit = (torch.arange(S) + S_kv - S + 1).clamp(max=S_kv).view(1, S, 1, 1) if causal else torch.tensor(S_kv)
-        start, end = (x.long().clamp(min=0).minimum(limit) for x in ranges.unbind(-1))
-        length = (end - start).clamp(min=0)
-        left = (64 - (length.cumsum(-1) - length)).clamp(min=0)
-        short = torch.stack((start, start + length.minimum(left)), -1)
-        return right(q, k, v, ranges=short, causal=causal, scale=scale, return_lse=return_lse)
+def first_64(q, k, v, *, ranges, causal, scale, return_lse=False):
+    S, S_kv = q.shape[1], k.shape[1]
+    limit = (torch.arange(S) + S_kv - S + 1).clamp(max=S_kv).view(1, S, 1, 1) if causal else torch.tensor(S_kv)
+    start, end = (x.long().clamp(min=0).minimum(limit) for x in ranges.unbind(-1))
+    length = (end - start).clamp(min=0)
+    left = (64 - (length.cumsum(-1) - length)).clamp(min=0)
+    short = torch.stack((start, start + length.minimum(left)), -1)
+    return right(q, k, v, ranges=short, causal=causal, scale=scale, return_lse=return_lse)
 
-    # As public kernels are: one head dim, one group, one block size, and lists that are sorted and padded at the end.
-    @contestant(
-        takes=("blocks",), dtypes=("bf16", "fp16"), dims=(32,), groups=(4,), unequal_dims=False, block_sizes=(16,),
-        causal=(True,), chunks=False, int64=False,
-        needs=("sorted", "padding last", "distinct", "visible", "nonempty", "contiguous", "finite"),
-    )
-    def picky(q, k, v, block_indices, block_size, scale):
-        listed = block_indices.masked_fill(block_indices < 0, 10**6)
-        assert q.dtype == torch.float16 and q.shape[-1] == 32 and q.shape[2] == 4 * k.shape[2] and block_size == 16
-        assert bool((listed.diff(dim=-1) >= 0).all()) and bool((listed[..., 0] < 10**6).all()) and q.is_contiguous()
-        blocks = {"block_indices": block_indices, "block_size": block_size}
-        return selection_reference(Call.of(q.double(), k, v, **blocks, scale=scale))[0].to(q.dtype)
+# As public kernels are: one head dim, one group, one block size, and lists that are sorted and padded at the end.
+@contestant(
+    takes=("blocks",), dtypes=("bf16", "fp16"), dims=(32,), groups=(4,), unequal_dims=False, block_sizes=(16,),
+    causal=(True,), chunks=False, int64=False,
+    needs=("sorted", "padding last", "distinct", "visible", "nonempty", "contiguous", "finite"),
+)
+def picky(q, k, v, block_indices, block_size, scale):
+    listed = block_indices.masked_fill(block_indices < 0, 10**6)
+    assert q.dtype == torch.float16 and q.shape[-1] == 32 and q.shape[2] == 4 * k.shape[2] and block_size == 16
+    assert bool((listed.diff(dim=-1) >= 0).all()) and bool((listed[..., 0] < 10**6).all()) and q.is_contiguous()
+    blocks = {"block_indices": block_indices, "block_size": block_size}
+    return selection_reference(Call.of(q.double(), k, v, **blocks, scale=scale))[0].to(q.dtype)
 
-    @contestant(takes=("blocks",), lse="2", needs=("default scale",))
-    def base_2(q, k, v, block_indices, block_size, causal):
-        blocks = {"block_indices": block_indices, "block_size": block_size}
-        o, lse = selection_reference(Call(q.double(), k, v, **blocks, causal=causal, return_lse=True))
-        return o.to(q.dtype), (lse / torch.log(torch.tensor(2.0))).float()
+@contestant(takes=("blocks",), lse="2", needs=("default scale",))
+def base_2(q, k, v, block_indices, block_size, causal):
+    blocks = {"block_indices": block_indices, "block_size": block_size}
+    o, lse = selection_reference(Call(q.double(), k, v, **blocks, causal=causal, return_lse=True))
+    return o.to(q.dtype), (lse / torch.log(torch.tensor(2.0))).float()
 
-    @contestant(takes=("ranges",), lse="e")
-    def gives_up(q, k, v, ranges, causal, scale, return_lse=False):
-        raise NotImplementedError("a promised call")
+@contestant(takes=("ranges",), lse="e")
+def gives_up(q, k, v, ranges, causal, scale, return_lse=False):
+    raise NotImplementedError("a promised call")
 
-    def takes_nothing(q, k, v, *, ranges, causal, scale, return_lse=False):
-        raise NotImplementedError("anything")
+def takes_nothing(q, k, v, *, ranges, causal, scale, return_lse=False):
+    raise NotImplementedError("anything")
 
-    def no_selection(q, k, v, *, causal, scale):
-        pass
+def no_selection(q, k, v, *, causal, scale):
+    pass
 
-    def of_blocks(q, k, v, *, block_indices, block_size, causal, scale):
-        pass
+def of_blocks(q, k, v, *, block_indices, block_size, causal, scale):
+    pass
 
-    def other_words(q, k, v, *, spans, causal):
-        pass
+def other_words(q, k, v, *, spans, causal):
+    pass
 
-    not_callable = 3
+not_callable = 3
 
-    @contestant(takes=("ranges",))
-    def one_causal(q, k, v, ranges, scale):
-        pass
+@contestant(takes=("ranges",))
+def one_causal(q, k, v, ranges, scale):
+    pass
 """
 
 
 RAISING = """
-    import torch
-    import triton
+import torch
+import triton
 
-    def _launch(q):
-        raise ValueError(f"head dimension {q.shape[-1]} is not supported")
+def _launch(q):
+    raise ValueError(f"head dimension {q.shape[-1]} is not supported")
 
-    def raises(q, k, v, *, ranges, causal, scale):
-        return _launch(q)
+def raises(q, k, v, *, ranges, causal, scale):
+    return _launch(q)
 
-    def asserts(q, k, v, *, ranges, causal, scale):
-        assert q.shape[-1] == 7
-        return q
+def asserts(q, k, v, *, ranges, causal, scale):
+    assert q.shape[-1] == 7
+    return q
 
-    @triton.jit
-    def _kernel():
-        raise IndexError("in a program")
+@triton.jit
+def _kernel():
+    raise IndexError("in a program")
 
-    def interpreted(q, k, v, *, ranges, causal, scale):
-        _kernel[(1,)]()
+def interpreted(q, k, v, *, ranges, causal, scale):
+    _kernel[(1,)]()
 
-    def through_torch(q, k, v, *, ranges, causal, scale):
-        return torch.zeros(3).view(2)
+def through_torch(q, k, v, *, ranges, causal, scale):
+    return torch.zeros(3).view(2)
 """
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stranger")
-    for name, text in {"mine": KERNELS, "raising": RAISING}.items():
-        (folder / f"{name}.py").write_text(textwrap.dedent(text))
+    write(folder, {"mine.py": KERNELS, "raising.py": RAISING})
     return folder
 
 
-@pytest.fixture
-def suite(run_pytest, folder):
-    """`suite(*arguments)`: the shipped suite in this checkout, on kernels of `mine.py`, without a GPU."""
-
-    def run(*arguments):
-        arguments = ("--pyargs", "nsa.testing.suite", *arguments, "-q", "-p", "no:cacheprovider")
-        return run_pytest(*arguments, cwd=ROOT, environment=off_gpu(folder))
-
-    return run
-
-
-def verdicts(done):
-    """The lines of the section, joined as they were before they were wrapped."""
-    section = done.stdout.partition("= contestants =")[2].partition("\n===")[0]
-    return re.sub(r"\n    ", " ", section.partition("\n")[2])
-
-
-def test_a_kernel_of_one_size_is_judged_on_it(suite):
+def test_a_kernel_of_one_size_is_judged_on_it(contest, folder):
     """Cases are reshaped to its contract, not skipped; what it does not promise is said once."""
-    done = suite("-m", "parity or edge", "--nsa-impl", "mine:picky", "-k", "not any_selection")
+    done = contest(folder, ["mine:picky"], "-m", "parity or edge", "-k", "not any_selection")
     assert done.returncode == 0, done.stdout + done.stderr
     said = verdicts(done)
     count = re.search(r"mine:picky, parity: right on (\d+) cases; does not promise: (.*)", said)
@@ -151,8 +132,8 @@ def test_a_kernel_of_one_size_is_judged_on_it(suite):
     assert "SKIPPED" not in done.stdout.replace("streams need a GPU", "", 1).replace("SKIPPED [", "", 1)
 
 
-def test_a_wrong_kernel_is_told_what_it_computes(suite):
-    done = suite("-m", "parity", "--nsa-impl", "mine:first_64", "-k", "L67 or L99 or L130 or L131 or L17")
+def test_a_wrong_kernel_is_told_what_it_computes(contest, folder):
+    done = contest(folder, ["mine:first_64"], "-m", "parity", "-k", "L67 or L99 or L130 or L131 or L17")
     assert done.returncode == 1
     said = verdicts(done)
     assert re.match(r"mine:first_64, parity: WRONG on (\d+) of \d+ cases\n", said), done.stdout
@@ -160,17 +141,17 @@ def test_a_wrong_kernel_is_told_what_it_computes(suite):
     assert "no known mistake" not in said
 
 
-def test_a_kernel_that_raises_is_told_what_and_where_at_the_end_of_a_short_run(suite, folder):
+def test_a_kernel_that_raises_is_told_what_and_where_at_the_end_of_a_short_run(contest, folder):
     """Also from a worker. Equal failures are one: each contestant fails in four tests or more."""
-    lines = textwrap.dedent(RAISING).splitlines()
+    lines = RAISING.splitlines()
     names = {
         "raises": ("ValueError", "raise ValueError", "head dimension 64 is not supported"),
         "asserts": ("AssertionError", "assert q", "assert q.shape[-1] == 7"),
         "interpreted": ("IndexError", "raise IndexError", "in a program"),
         "through_torch": ("RuntimeError", "return torch", "shape '[2]' is invalid for input of size 3"),
     }
-    chosen = [word for name in names for word in ("--nsa-impl", f"raising:{name}")]
-    done = suite("-m", "parity", *chosen, "-k", "test_triton_sel_parity and L33 and D64", "-n", "1")
+    chosen = ("-m", "parity", "-k", "test_triton_sel_parity and L33 and D64", "-n", "1")
+    done = contest(folder, [f"raising:{name}" for name in names], *chosen)
     said = verdicts(done)
     for name, (error, line, message) in names.items():
         at = next(i for i, text in enumerate(lines, 1) if text.strip().startswith(line))
@@ -185,11 +166,10 @@ def test_a_kernel_that_raises_is_told_what_and_where_at_the_end_of_a_short_run(s
     assert "in test_triton_sel_parity" not in done.stdout, "no traceback through the suite"
 
 
-def test_what_is_not_proved_is_red(suite):
+def test_what_is_not_proved_is_red(contest, folder):
     """Too few cases; a promised call that is refused; a call that is refused without a promise."""
-    names = ("right", "base_2", "gives_up", "takes_nothing")
-    chosen = [word for name in names for word in ("--nsa-impl", f"mine:{name}")]
-    done = suite("-m", "parity", *chosen, "-k", "block16 or L33 and not any_selection")
+    names = ("mine:right", "mine:base_2", "mine:gives_up", "mine:takes_nothing")
+    done = contest(folder, names, "-m", "parity", "-k", "block16 or L33 and not any_selection")
     said = verdicts(done)
     assert done.returncode == 1
     assert re.search(rf"mine:right, parity: not proved: \d+ distinct cases, {ENOUGH} are needed", said), done.stdout
@@ -257,8 +237,8 @@ def test_a_path_is_told_what_to_type(tmp_path, monkeypatch, spec, said):
         named.load(spec)
 
 
-def test_a_mistake_of_use_ends_the_run_before_it_collects(suite):
-    done = suite("-m", "parity", "--nsa-impl", MISUSED["other-words"][0])
+def test_a_mistake_of_use_ends_the_run_before_it_collects(contest, folder):
+    done = contest(folder, [MISUSED["other-words"][0]], "-m", "parity")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert done.stderr.startswith("ERROR: --nsa-impl mine:other_words: its signature is other_words(q, k, v, *, spans")
     assert len(done.stderr.strip().splitlines()) == 3
@@ -288,7 +268,7 @@ def test_a_contestants_own_baseline_gates_it_and_is_reported(run_pytest, forked_
         monkeypatch.setenv(name, value)
     chosen = ("-p", "nsa_pytest", "--pyargs", "nsa.testing.suite", "-m", "perf", "--nsa-impl", "timed:attend")
     chosen = (*chosen, "-p", "clock", "-k", "many and D64-Dv64-L256", "-q", "-p", "no:cacheprovider")
-    assert hooks._record(saving(tmp_path, *chosen, "--nsa-save-baseline", impl=["timed:attend"])) == 0
+    assert hooks._record(configuration(tmp_path, *chosen, "--nsa-save-baseline", nsa_impl=["timed:attend"])) == 0
     (folder,) = {path.parent for path in tmp_path.glob("nsa-baselines/*/timed-attend/*.json")}
     theirs = git(tmp_path, "rev-parse", "HEAD")
     assert [path.stem.partition("-")[2] for path in folder.glob("*.json")] == [theirs[:7]] * 3
@@ -307,24 +287,18 @@ def test_a_contestants_own_baseline_gates_it_and_is_reported(run_pytest, forked_
 # --- caches in fp8 and ragged queries --------------------------------------------------------------------------------
 
 OVER_A_CACHE = Contract(takes=("blocks",), caches=("contiguous", "pages"), fp8=True, ragged=True, lse="e")
-STEPS = Case(4, 32, 32, 64, 12, "prefill", "fp16", HKV=1, S=3, S_kv=256, block_size=16)
-
-
-def plain(q, k, v, **how):
-    how = {name: x for name, x in how.items() if name not in ("q_positions", "cu_seqlens")}
-    return nsa.selection_attention_with_kvcache(q, k, v, **how, backend="sdpa")
 
 
 def without(name):
-    """`plain`, which takes another scale for 1."""
-    return lambda q, k, v, **how: plain(q, k, v, **how | ({} if how[name] is None else {name: how[name] * 0 + 1}))
+    """`right`, which takes another scale for 1."""
+    return lambda q, k, v, **how: right(q, k, v, **how | ({} if how[name] is None else {name: how[name] * 0 + 1}))
 
 
 def one_query_early(q, k, v, *, cu_seqlens_q, **how):
     """The second sequence begins with the last query of the first."""
     if cu_seqlens_q is not None:
         cu_seqlens_q = cu_seqlens_q - torch.tensor([0, 1, 1, 0, 0], dtype=torch.int32, device=cu_seqlens_q.device)
-    return plain(q, k, v, cu_seqlens_q=cu_seqlens_q, **how)
+    return right(q, k, v, cu_seqlens_q=cu_seqlens_q, **how)
 
 
 FP8, RAGGED = {"fp8": True}, {"counts": (3, 0, 1, 5)}
@@ -337,8 +311,8 @@ FP8, RAGGED = {"fp8": True}, {"counts": (3, 0, 1, 5)}
 )
 @pytest.mark.parametrize("page", ["", 64])
 def test_over_a_cache(device, kernel, how, page):
-    right, wrong = (named.of_function("mine:kernel", f, OVER_A_CACHE, declared=True) for f in (plain, kernel))
-    over_a_cache(right, STEPS, device, page, **how)
+    one, wrong = (named.of_function("mine:kernel", f, OVER_A_CACHE, declared=True) for f in (right, kernel))
+    over_a_cache(one, STEPS, device, page, **how)
     with pytest.raises(AssertionError, match="mine:kernel on .*bound .*; the first at .*head"):
         over_a_cache(wrong, STEPS, device, page, **how)
 

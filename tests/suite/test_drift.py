@@ -13,9 +13,10 @@ from nsa.testing.gate.store import Key
 from nsa.testing.report import plots
 from nsa.testing.report.recording import history, load
 
+from .test_gate_store import run_of
+
 MACHINE = {"device": "gpu", "torch": "2.11.0", "triton": "3.6.0", "node": "x"}
 KEY = Key.of(MACHINE)
-STATS = dict.fromkeys(("min", "max", "mean", "median"), 1e-3) | {"stddev": 0.0, "iqr": 0.0, "outliers": "0;0"}
 
 
 def timings(ratio):
@@ -32,11 +33,9 @@ def record(folder, ratio, drift=()):
         samples, info, failure = gate.judge("x", *timings(ratio), lambda: timings(ratio))
         if failure:
             return failure
-        stats = STATS | {"data": samples.samples, "rounds": 5, "iterations": 1, "ops": 1e3, "median": samples.median}
-        bench = {"name": "x", "fullname": "x", "group": None, "extra_info": info, "stats": stats}
-        document = {"machine_info": MACHINE, "commit_info": {"id": f"commit{number // 3}abcdefgh"}}
-        document |= {"benchmarks": [bench], "datetime": f"2026-11-{number // 3 + 1:02}T00:00:00"}
-        (folder / f"{i:04}_x.json").write_text(json.dumps(document))
+        commit, date = {"id": f"commit{number // 3}abcdefgh"}, f"2026-11-{number // 3 + 1:02}T00:00:00"
+        made = run_of(samples.samples, info, machine_info=MACHINE, commit_info=commit, datetime=date)
+        (folder / f"{i:04}_x.json").write_text(json.dumps(made))
     return None
 
 

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,8 @@ import torch
 import nsa
 from nsa.testing.plugin import current_lane
 
-ROOT = Path(__file__).parents[2]
+from .small_project import ROOT
+
 KERNEL = ROOT / "examples" / "your_kernel.py"
 RIGHT = "end = tl.minimum(tl.load(ranges_ptr + (row * n + span) * 2 + 1), limit)"
 START = "tl.load(ranges_ptr + (row * n + span) * 2)"
@@ -36,8 +36,7 @@ def prove(run_pytest, tmp_path):
     """`prove(lane, impl)`: pytest's run of a subset of the third parties' lane, modules in `tmp_path` included."""
 
     def run(lane, impl, *more):
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
+        environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
         gpu = lane == "parity" and current_lane() == "gpu"  # which has no fp32, and more cases
         some = "bf16 and N256" if gpu else FEW[lane]
         some = f"mixed and not any_selection and {some}"

@@ -7,7 +7,6 @@ import contextlib
 import io
 import json
 import re
-import shlex
 import shutil
 import xml.etree.ElementTree as ET
 
@@ -19,7 +18,7 @@ from nsa.testing.gate import hooks, store
 from nsa.testing.machine import triton_version
 
 from ..conftest import fork_children
-from .small_project import joined, lay_out, off_gpu, outcome, saving, section
+from .small_project import configuration, joined, lay_out, off_gpu, outcome, replayed, section
 
 NAMES = ("same", "slower_5", "slower_15", "once", "machine", "noisy", "doubtful", "missing")
 ALIKE = {name: {"ours": [2.0], "control": 1.0} for name in NAMES}  # ms, by attempt
@@ -96,10 +95,8 @@ def save(run_pytest, monkeypatch, path, *arguments, **options):
         monkeypatch.setenv(name, value)
     for name in ("check_values", "refused_of_several"):  # which REFUSED is about
         monkeypatch.setattr(hooks.refusals, name, lambda config: None)
-    config = saving(path, *SAVE, *arguments)
     given = {"collectonly": False, "nsa_recording": False, "nsa_save_baseline": True, "nsa_against": None} | options
-    vars(config.option).update(given)
-    return hooks.pytest_cmdline_main(config)
+    return hooks.pytest_cmdline_main(configuration(path, *SAVE, *arguments, **given))
 
 
 @pytest.fixture(scope="module")
@@ -240,14 +237,13 @@ def test_what_fails_is_named_and_found_again_by_the_line_that_is_printed(project
         for where in ("same]: stats.data[0]", "once]: extra_info.control_samples.plain[0]"):
             said = rf"^this run: test_bench\[{re.escape(where)}: expected seconds from "
             assert re.search(said, done.stdout, re.M)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("NSA_TEST_TRITON_SEL=0 pytest ")]
-        [words] = [shlex.split(line)[2:] for line in lines if "slower_15" in line]
+        words = replayed(done, "slower_15")
         assert words == [f"{PATH}::test_bench[slower_15]", "--benchmark-compare", *strict]
     [suite] = ET.parse(project.path / "out.xml").getroot().iter("testsuite")
     assert (suite.get("failures"), suite.get("errors"), suite.get("tests")) == ("4", "0", str(COUNT))
-    replayed = project.run(*words)
-    assert (replayed.returncode, outcome(replayed)) == (1, {"failed": 1})
-    assert re.search("^performance regression: ", replayed.stdout, re.M)
+    again = project.run(*words)
+    assert (again.returncode, outcome(again)) == (1, {"failed": 1})
+    assert re.search("^performance regression: ", again.stdout, re.M)
 
 
 def test_a_path_before_the_option_is_that_of_tests(project):
@@ -364,10 +360,8 @@ def test_a_users_own_compare_fail_works_on_top(project):
     assert (done.returncode, gate(done)[-1].partition(", ")[0]) == (1, "--benchmark-compare-fail: nothing was compared")
 
 
-def test_the_report_has_what_was_gated_beside_this_run(project, tmp_path):
+def test_the_report_has_what_was_gated_beside_this_run(project, tmp_path, drawn):
     """In a folder that is elsewhere."""
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("jinja2")
     storage = tmp_path / "elsewhere" / "baselines"
     shutil.copytree(project.baselines, storage)
     change(project.files, lambda i, document: document["commit_info"].update(id="0" * 40))  # not read here

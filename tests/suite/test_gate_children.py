@@ -13,7 +13,8 @@ import pytest
 from nsa.testing import machine
 from nsa.testing.gate import against, children
 
-from .small_repository import ROOT, git, make
+from .small_project import ROOT
+from .small_repository import git, make
 
 # `--nsa-against HEAD` without pytest's start around it.
 GATE = """
@@ -43,14 +44,9 @@ time.sleep(600)
 
 
 @pytest.fixture
-def repository(tmp_path):
+def repository(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return make(tmp_path / "repository")
-
-
-def environment(**more):
-    dropped = ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_ADDOPTS", "PYTHONWARNINGS")
-    kept = {name: value for name, value in machine.without_git().items() if name not in dropped}
-    return kept | {"PYTHONPATH": str(ROOT)} | more
 
 
 def test_variables_of_a_repository_are_those_that_git_lists():
@@ -70,8 +66,7 @@ def test_a_hook_of_a_linked_worktree_keeps_its_index(repository, tmp_path):
     (linked / "added.txt").write_text("x")
     git(linked, "add", "added.txt")
     who = ["-c", "user.name=x", "-c", "user.email=x@y"]
-    command = ["git", *who, "commit", "-m", "through the hook"]
-    done = subprocess.run(command, cwd=linked, env=environment(), capture_output=True, text=True, check=False)
+    done = machine.git(linked, *who, "commit", "-m", "through the hook")
     assert done.returncode == 0, done.stderr + done.stdout
     assert "not gated: HEAD (" in done.stdout + done.stderr
     assert git(linked, "show", "--name-only", "--format=%s").split("\n") == ["through the hook", "", "added.txt"]
@@ -117,7 +112,7 @@ def test_a_comparison_that_is_ended_ends_its_benchmark_and_removes_its_tree(repo
     git(repository, "add", "-A")
     git(repository, "commit", "--quiet", "-m", "slow")
     gone = git(repository, "worktree", "list")
-    given = environment(TOLD=str(told), TMPDIR=str(temporary))
+    given = os.environ | {"TOLD": str(told), "TMPDIR": str(temporary)}
     command = [sys.executable, "-c", GATE, str(repository)]
     with subprocess.Popen(command, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert waited(lambda: told.exists() and told.read_text().count(" "))

@@ -19,7 +19,7 @@ from nsa.testing.gate.store import Key
 from nsa.testing.report.document import read
 from nsa.testing.report.recording import load, newest_of
 
-from .odd_files import nodes, refused
+from .odd_files import changed, nodes, refused
 
 RECORDED = Path(__file__).parents[1] / "perf" / "baselines" / "nvidia-h100-80gb-hbm3"
 ODD = {
@@ -41,17 +41,6 @@ def valid():
     for content, name in ((document["machine_info"], "cpu"), (b["extra_info"], "figures")):
         content[name] = {}  # many values that nothing reads
     return document | {"benchmarks": [b]}
-
-
-def changed(document, path, values):
-    """The document as text, with each value in the place of one node in turn."""
-    parent = box = {"root": copy.deepcopy(document)}
-    *way, last = ("root", *path)
-    for key in way:
-        parent = parent[key]
-    for value in values:
-        parent[last] = value
-        yield json.dumps(box["root"])
 
 
 def show(document):
@@ -91,8 +80,8 @@ def test_any_odd_value_in_a_baseline_is_harmless_or_refused(valid, tmp_path):
     assert refused(path, use) is None
     taken = 0
     for where in nodes(valid):
-        for text in changed(valid, where, ODD.values()):
-            path.write_text(text)
+        for document in changed(valid, where, ODD.values()):
+            path.write_text(json.dumps(document))
             taken += refused(path, use) is not None
     assert taken > 700
 

@@ -13,8 +13,8 @@ from nsa.testing.gate import store, words
 from nsa.testing.gate.rule import Reading, Side, judge, pooled
 from nsa.testing.gate.run import Gate
 from nsa.testing.gate.store import Baseline, Key
+from nsa.testing.report.recording import kernels, newest
 
-H100 = json.loads((Path(__file__).parent / "data" / "h100_core.json").read_text())
 RECORDED = Path(__file__).parents[1] / "perf" / "baselines" / "nvidia-h100-80gb-hbm3"
 LIMITS = Ceilings(copy=3.0e12, read=3.1e12, matmul=0.8e15)
 KEY = Key("gpu", "2.11", "3.6")
@@ -263,22 +263,23 @@ def test_memory_and_matrix_rates_are_limits():
         guard("x", timing(1e-5, cold=False), 0, int(9e15 * 1e-6), LIMITS)
 
 
-def sixty_four(info):
-    """What attending to the first 64 keys would have taken: the run's own time at L = 64."""
-    return next(
-        b for b in H100 if b["L"] == 64 and all(b[k] == info[k] for k in ("H", "D", "Dv", "N", "dist"))
-    )["median"]  # fmt: skip
+@pytest.fixture(scope="module")
+def packed():
+    """The committed H100 run of packed rows, as facts."""
+    return [fact for fact in kernels(newest(RECORDED)[0].facts) if fact["source"] == "rows"]
 
 
-def test_recorded_h100_run_is_within_the_limits():
-    for b in H100:
+def test_recorded_h100_run_is_within_the_limits(packed):
+    for b in packed:
         guard(b["case"], timing(b["median"]), b["bytes"], b["flops"], LIMITS)
 
 
-def test_a_kernel_that_sees_64_keys_is_refused_where_its_rate_is_impossible_and_else_listed():
+def test_a_kernel_that_sees_64_keys_is_refused_where_its_rate_is_impossible_and_else_listed(packed):
+    """Its time is the run's own at L = 64."""
+    sixty_four = {(b["H"], b["D"], b["Dv"], b["N"]): b["median"] for b in packed if b["L"] == 64}
     refused, infos = [], {}
-    for b in H100:
-        t = timing(sixty_four(b))
+    for b in packed:
+        t = timing(sixty_four[b["H"], b["D"], b["Dv"], b["N"]])
         infos[b["case"]] = {"checked": False, "share_of_guard": detectable(t, b["bytes"], b["flops"], LIMITS)}
         try:
             guard(b["case"], t, b["bytes"], b["flops"], LIMITS)
@@ -294,9 +295,9 @@ def test_a_kernel_that_sees_64_keys_is_refused_where_its_rate_is_impossible_and_
     assert all(any(case in line for line in lines) for case in infos)
 
 
-def test_a_kernel_that_launches_nothing_is_refused_everywhere():
+def test_a_kernel_that_launches_nothing_is_refused_everywhere(packed):
     nothing = Timing([2e-6 / 64000] * 10, "graph", True, 1280, 64000, 5e-7)  # an empty graph takes 2 us
-    for b in H100:
+    for b in packed:
         with pytest.raises(InvalidMeasurement):
             guard(b["case"], nothing, b["bytes"], b["flops"], LIMITS)
     with pytest.raises(InvalidMeasurement, match="for 64000 calls, and its timer ticks every 0.50 us"):

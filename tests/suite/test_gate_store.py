@@ -16,7 +16,13 @@ from nsa.testing.gate.rule import Reading, quartile
 from nsa.testing.report.document import read
 from nsa.tuning import files
 
-DOCUMENT = {"machine_info": {"device": "gpu"}, "benchmarks": []}
+
+def run_of(samples, info, **more):
+    """What pytest-benchmark writes of one benchmark `x`, with made-up statistics."""
+    stats = dict.fromkeys(("min", "max", "mean", "median", "stddev", "iqr"), 1 / 3)
+    stats |= {"rounds": len(samples), "iterations": 1, "outliers": "0;0", "data": samples}
+    bench = {"name": "x", "fullname": "x", "group": None, "options": {"timer": "x"}, "extra_info": info, "stats": stats}
+    return {"machine_info": {"device": "gpu"}, "benchmarks": [bench]} | more
 
 
 @pytest.mark.parametrize(
@@ -42,12 +48,9 @@ def test_long_names_stay_apart(tmp_path):
 @pytest.fixture
 def measured(monkeypatch):
     """Processes that measure nothing and leave a file."""
-    bench = {"name": "x", "fullname": "x", "group": None, "extra_info": {}}
-    stats = dict.fromkeys(("min", "max", "mean", "median", "stddev", "iqr"), 1.0)
-    bench["stats"] = stats | {"rounds": 1, "iterations": 1, "outliers": "0;0", "data": [1.0]}
 
     def run(arguments, cwd):
-        Path(arguments[2].partition("=")[2]).write_text(json.dumps(DOCUMENT | {"benchmarks": [bench]}))
+        Path(arguments[2].partition("=")[2]).write_text(json.dumps(run_of([1.0], {})))
         return 0
 
     monkeypatch.setattr(children, "run", run)
@@ -65,8 +68,7 @@ def test_a_baseline_of_another_device_is_refused(tmp_path):
     """A copied folder."""
     key = store.Key("here", "2.11", "3.6")
     information = {"device": "elsewhere", "torch": "2.11", "triton": "3.6"}
-    document = {"machine_info": information, "benchmarks": [], "version": "5.2.3"}
-    (tmp_path / "0001_x.json").write_text(json.dumps(document))
+    (tmp_path / "0001_x.json").write_text(json.dumps({"machine_info": information, "benchmarks": []}))
     with pytest.raises(ValueError, match="0001_x.json: machine_info.device: expected here, got elsewhere"):
         store.find(tmp_path, key)
 
@@ -86,15 +88,12 @@ def test_a_baseline_keeps_all_that_the_gate_reads_and_shows_an_edit(tmp_path):
     samples = {name: [g.uniform(1e-5, 2e-5) for _ in range(51)] for name in ("ours", "plain", "other")}
     controls = {name: samples[name] for name in ("plain", "other")}
     info = {"control": "plain", "control_samples": controls, "ceiling_gbps": 1 / 3, "gate": {"verdict": "pass"}}
-    stats = dict.fromkeys(("min", "max", "mean", "median", "stddev", "iqr"), 1 / 3)
-    stats |= {"rounds": 51, "iterations": 1, "outliers": "0;0", "data": samples["ours"]}
-    bench = {"name": "x", "fullname": "x", "group": None, "options": {"timer": "x"}, "extra_info": info, "stats": stats}
-    path = tmp_path / "0001_x.json"
-    path.write_text(store.kept(DOCUMENT | {"benchmarks": [bench]}))
+    path, given = tmp_path / "0001_x.json", run_of(samples["ours"], info)
+    path.write_text(store.kept(given))
     (small,) = read(path)["benchmarks"]
     assert Reading.of(small["stats"]["data"], small["extra_info"]) == Reading.of(samples["ours"], info)
     assert (small["stats"]["data"], small["stats"]["median"]) == ([quartile(samples["ours"])], 0.33333)
-    assert {"options"} == bench.keys() - small.keys()
+    assert {"options"} == given["benchmarks"][0].keys() - small.keys()
     assert {"gate"} == info.keys() - small["extra_info"].keys()
     path.write_text(path.read_text().replace("0.33333,", "0.33334,", 1))
     with pytest.raises(ValueError, match="0001_x.json: expected the contents that were written with this checksum"):

@@ -20,10 +20,9 @@ from nsa.testing.judge.forward import Oracle
 from nsa.testing.matrix import caches
 from nsa.testing.matrix.case import Case
 
-SPANS = Case(2, 16, 16, 24, 6, "mixed", "fp32", HKV=2, S=3, S_kv=40)
+from .test_conduct import ROWS, SEQUENCES, SPANS
+
 BLOCKS = Case(2, 16, 16, 48, 12, "prefill", "fp32", HKV=2, S=3, S_kv=90, block_size=16)
-PACKED = Case(2, 16, 16, 24, 10, "mixed", "fp32", HKV=2, S=5, S_kv=30, seqlens=(2, 3), kv_seqlens=(10, 20))
-ROWS = Case(2, 16, 16, 24, 3, "few", "fp32")
 CHECKED = 3  # calls that a kernel may well have seen when its first result was right
 
 
@@ -121,7 +120,7 @@ def test_a_kernel_that_cheats(which):
         timed(make())
 
 
-@pytest.mark.parametrize(("case", "times"), [(SPANS, 20), (PACKED, 2), (ROWS, 2)], ids=["spans", "packed", "rows"])
+@pytest.mark.parametrize(("case", "times"), [(SPANS, 20), (SEQUENCES, 2), (ROWS, 2)], ids=["spans", "packed", "rows"])
 def test_an_honest_kernel_is_green_every_time(case, times):
     for _ in range(times):
         if case is ROWS:
@@ -171,7 +170,7 @@ def test_a_comparator_that_is_wrong_when_it_is_timed():
 
 def test_some_rows_of_packed_sequences():
     """As many as fp64 has memory for, at their positions."""
-    problem = PACKED.make("cpu")
+    problem = SEQUENCES.make("cpu")
     whole = Oracle.of(problem).out
     at = torch.tensor([0, 1, 4])
     torch.testing.assert_close(honest.fp64(problem.at(at))[0], whole[at])

@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-import sys
-from types import ModuleType
 
 import pytest
 import torch
@@ -15,6 +13,8 @@ from nsa.testing.judge import forward, gradients
 from nsa.testing.judge.forward import Oracle, assert_parity, fp64
 from nsa.testing.judge.gradients import NAMES, GradientOracle, assert_gradients
 from nsa.testing.matrix.case import Case
+
+from .test_conduct import spoiling
 
 SPANS = Case(2, 16, 16, 24, 6, "overlap", "fp32", HKV=2, S=3, S_kv=40)  # rows 1 and 4 list nothing
 BLOCKS = dataclasses.replace(SPANS, source="blocks", L=64, block_size=16)
@@ -299,16 +299,6 @@ def answer(q, k, v, *, return_lse, **args):
     return (out, lse) if return_lse else out
 
 
-def writes_to(name):
-    def kernel(q, k, v, **args):
-        result = answer(q, k, v, **args)
-        given = {"q": q, "k": k, "v": v} | args
-        given[name].view(-1).view(torch.uint8)[0] ^= 1  # one bit, when the answer is made
-        return result
-
-    return kernel
-
-
 def returning(change):
     return lambda *args, **more: change(answer(*args, **more))
 
@@ -330,19 +320,17 @@ WRONG_KERNELS = {
     "LSE-dtype": (returning(lambda r: (r[0], r[1].double())), "LSE", "expected an LSE in float32, got torch.float64"),
     "LSE-value": (returning(lambda r: (r[0], r[1] / math.log(2))), "LSE", "LSE error .* > bound"),
 } | {
-    f"writes-{name}": (writes_to(name), "O", f"wrote to its input {name}$")
+    f"writes-{name}": (spoiling(name), "O", f"wrote to its input {name}$")
     for name in ("q", "k", "v", "ranges", "block_indices")
 }  # fmt: skip
 
 
 @pytest.fixture
-def third_party(monkeypatch):
+def third_party(importable):
     """Loads a function as `--nsa-impl` does, in one of its short forms."""
 
     def make(kernel, form=""):
-        module = ModuleType("a_third_party")
-        module.kernel = kernel
-        monkeypatch.setitem(sys.modules, "a_third_party", module)
+        importable("a_third_party", kernel=kernel)
         return load(f"a_third_party:kernel{form}")
 
     return make

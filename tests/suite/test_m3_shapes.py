@@ -1,8 +1,6 @@
 """The shapes of MiniMax-M3 in the perf lane: what is timed there, and what its comparators are given."""
 
 import inspect
-import sys
-from types import ModuleType
 
 import pytest
 import torch
@@ -26,7 +24,7 @@ SMALL = {"step": Shape(STEP), "chunk": Shape(CHUNK), "ragged": Shape(RAGGED), "f
 
 
 @pytest.fixture
-def vllm(monkeypatch):
+def vllm(importable):
     """vLLM's two functions in plain torch: their arguments and layouts, and which blocks they read."""
 
     def attend(position, sequence, q, kv_cache, topk_idx, block_table, num_kv_heads, sm_scale, output, scales):
@@ -71,13 +69,10 @@ def vllm(monkeypatch):
         scales = k_scale, v_scale
         attend(position, sequence, q, kv_cache, topk_idx, block_table, num_kv_heads, sm_scale, output, scales)
 
-    called, module = [], ModuleType(peers.VLLM)
-    for function in (minimax_m3_sparse_attn, minimax_m3_sparse_attn_decode):
-        setattr(module, function.__name__, function)
-    monkeypatch.setitem(sys.modules, peers.VLLM, module)
-    peers.installed.cache_clear()
-    yield peers.vllm()["vllm"], called
-    peers.installed.cache_clear()
+    called = []
+    functions = (minimax_m3_sparse_attn, minimax_m3_sparse_attn_decode)
+    importable(peers.VLLM, **{function.__name__: function for function in functions})
+    return peers.vllm()["vllm"], called
 
 
 @pytest.mark.parametrize(
@@ -181,30 +176,12 @@ def test_a_run_ends_with_a_line_for_each_shape():
     assert not any("of ceiling" in line for line in lines), "in a table of their own, and in no other"
 
 
-def test_a_page_has_a_line_for_each_shape():
-    (table,) = tables.of(FACTS)
-    assert markdown(table).splitlines()[2:] == [
-        "| ragged | 800.0 | - | - | 784.0 (0.98×) | - |",
-        "| fp8-decode-B64 | 48.0 | 97.4 (2.03×) | 94.1 (1.96×) | - | 92.5% |",
-        "| decode-B8, eager | 35.0 | - | - | - | - |",
-    ]
-
-
 QSA = [
     {"case": "qsa-training-shared0.9", "group": "qsa, training: step", "S": 8192, "median": 9.88e-3,
      "ns_per_query": 1206.0, "memory_vs_flash": 0.56, "medians": {"ours": 9.88e-3, "dense_cudnn": 6.32e-3}},
     {"impl": "m3", "case": "qsa-decode-B1", "group": "qsa, decode", "median": 9.1e-6, "share_of_read": 0.15,
      "medians": {"m3": 9.1e-6, "vllm": 9.5e-6}, "share_of_ceiling": 0.15, "gbps": 464.0},
 ]  # fmt: skip
-
-
-def test_qsa_has_a_table_of_its_own():
-    (table,) = tables.of(QSA)
-    assert table.title == "QSA"
-    assert markdown(table).splitlines()[2:] == [
-        "| decode-B1 | 9.1 | 9.5 (1.04×) | - | - | 15.0% |",
-        "| training-shared0.9, step | 9880.0 | - | 6320.0 (0.64×) | 0.56× | - |",
-    ]
 
 
 SHARDED = {
@@ -214,9 +191,19 @@ SHARDED = {
 }  # fmt: skip
 
 
-def test_a_sharded_step_has_a_table_of_its_own():
-    (table,) = tables.of([SHARDED])
-    assert table.title == "Context parallel"
-    assert markdown(table).splitlines()[2:] == [
-        "| 2 | 131072 | 48.85 | 90.46 (1.85×) | 57% | 1.12× | 1.00× | 1.30× |",
-    ]
+@pytest.mark.parametrize(("facts", "title", "rows"), [
+    (FACTS, "MiniMax-M3", [
+        "| ragged | 800.0 | - | - | 784.0 (0.98×) | - |",
+        "| fp8-decode-B64 | 48.0 | 97.4 (2.03×) | 94.1 (1.96×) | - | 92.5% |",
+        "| decode-B8, eager | 35.0 | - | - | - | - |",
+    ]),
+    (QSA, "QSA", [
+        "| decode-B1 | 9.1 | 9.5 (1.04×) | - | - | 15.0% |",
+        "| training-shared0.9, step | 9880.0 | - | 6320.0 (0.64×) | 0.56× | - |",
+    ]),
+    ([SHARDED], "Context parallel", ["| 2 | 131072 | 48.85 | 90.46 (1.85×) | 57% | 1.12× | 1.00× | 1.30× |"]),
+], ids=["m3", "qsa", "sharded"])  # fmt: skip
+def test_a_page_has_a_table_with_a_line_for_each_shape(facts, title, rows):
+    (table,) = tables.of(facts)
+    assert table.title == title
+    assert markdown(table).splitlines()[2:] == rows

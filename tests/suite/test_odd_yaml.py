@@ -8,7 +8,7 @@ import yaml
 
 from nsa import gpu, settings
 
-from .odd_files import nodes, refused
+from .odd_files import changed, nodes, refused
 
 BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{x}: &{x} [{', '.join([f'*{y}'] * 9)}]\n" for y, x in zip("abcdefgh", "bcdefghi", strict=True)
@@ -68,12 +68,8 @@ def test_any_odd_value_in_a_file_of_measurements_is_read_or_refused(tmp_path):
     path, taken = tmp_path / "x.yaml", 0
     path.write_text(yaml.safe_dump(valid))
     assert refused(path, gpu.read) is None
-    for *way, last in filter(None, nodes(valid)):
-        document = copy.deepcopy(valid)
-        parent = document
-        for key in way:
-            parent = parent[key]
-        parent[last] = "ODDVALUE"
+    for where in filter(None, nodes(valid)):
+        (document,) = changed(valid, where, ["ODDVALUE"])
         text = yaml.safe_dump(document, default_flow_style=True)
         for value in FUZZ:
             path.write_text(text.replace("ODDVALUE", value))

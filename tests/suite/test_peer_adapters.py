@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-from types import ModuleType
 
 import pytest
 import torch
@@ -19,16 +18,8 @@ from nsa.testing.matrix.selecting import SERVED, as_request
 DECODE = Case(16, 32, 32, 64, 4, "decode", "fp32", HKV=2, S_kv=128, block_size=16)
 
 
-@pytest.fixture(autouse=True)
-def looked_up_again():
-    """Each test looks up which peers can be imported."""
-    peers.installed.cache_clear()
-    yield
-    peers.installed.cache_clear()
-
-
 @pytest.fixture
-def fla(monkeypatch):
+def fla(importable, monkeypatch):
     """fla-core's selection forward, in plain torch: its order of arguments, causal from the last key back."""
 
     def parallel_nsa_fwd(q, k, v, block_indices, block_counts, block_size, scale):
@@ -37,15 +28,13 @@ def fla(monkeypatch):
             q, k, v, block_indices=block_indices, block_size=block_size, causal=True, scale=scale, return_lse=True
         ))
 
-    module = ModuleType(peers.FLA)
-    module.parallel_nsa_fwd = parallel_nsa_fwd
-    monkeypatch.setitem(sys.modules, peers.FLA, module)
+    importable(peers.FLA, parallel_nsa_fwd=parallel_nsa_fwd)
     monkeypatch.setattr(peers, "_tuned", {})
     return peers.peers()["fla"]
 
 
 @pytest.mark.parametrize("error", [ImportError("no such module"), RuntimeError("0 active drivers")])
-def test_who_cannot_be_imported_is_not_beside_us(monkeypatch, error):
+def test_who_cannot_be_imported_is_not_beside_us(importable, monkeypatch, error):
     def broken(module):
         raise error
 
@@ -61,7 +50,7 @@ def test_fla_is_given_the_same_problem(fla, device, scale):
     assert isinstance(fla.run(problem), torch.Tensor)
 
 
-def test_xunhao_is_given_the_same_problem(device, monkeypatch):
+def test_xunhao_is_given_the_same_problem(device, importable):
     """Whole prompts, a batch as sequences end to end."""
 
     def topk_sparse_attention(q, k, v, topk_idx, block_size, cu_seqlens, softmax_scale=None):
@@ -73,9 +62,7 @@ def test_xunhao_is_given_the_same_problem(device, monkeypatch):
             causal=True,
         ))[0]  # fmt: skip
 
-    module = ModuleType(peers.XUNHAO)
-    module.topk_sparse_attention = topk_sparse_attention
-    monkeypatch.setitem(sys.modules, peers.XUNHAO, module)
+    importable(peers.XUNHAO, topk_sparse_attention=topk_sparse_attention)
     xunhao = peers.xunhao()["xunhao"]
     prompts = Case(2, 16, 16, 48, 80, "prefill", "fp32", HKV=1, S=40, S_kv=40, block_size=16)
     problem = dataclasses.replace(prompts.make(device), scale=0.3)
@@ -134,7 +121,7 @@ def test_what_fla_does_not_take_is_said(fla, case, reason):
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["chunk", "decode"])
-def test_vllm_chooses_for_the_same_calls(which, monkeypatch):
+def test_vllm_chooses_for_the_same_calls(which, importable):
     """Its lists are by head, and in the order of the scores."""
     case = dataclasses.replace(SERVED[which], dtype="fp32", D=16, rows=640, n=8, batch=2, queries=(5, 1)[which])
     call = case.make("cpu")
@@ -151,10 +138,8 @@ def test_vllm_chooses_for_the_same_calls(which, monkeypatch):
         assert (most, n, first, newest, heads, longest, queries) == (640, 8, 1, 1, 4, 1, 1)
         return lists()
 
-    module = ModuleType(choosing.VLLM)
-    module.minimax_m3_index_score, module.minimax_m3_index_topk = score, lambda *_: lists()
-    module.minimax_m3_index_decode = decode
-    monkeypatch.setitem(sys.modules, choosing.VLLM, module)
+    chunks = {"minimax_m3_index_score": score, "minimax_m3_index_topk": lambda *_: lists()}
+    module = importable(choosing.VLLM, **chunks, minimax_m3_index_decode=decode)
     (vllm,) = choosing.vllm()
     assert [vllm.takes(each) for each in (r, r._replace(score="relu"))] == [True, False]
     assert torch.equal(vllm.tidy(vllm.prepare(*call)(), r), right)

@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import shlex
 import time
 import types
 from pathlib import Path
@@ -17,7 +16,7 @@ from hypothesis.internal.conjecture import engine
 from nsa import settings as nsa_settings
 from nsa.testing import lane, plugin, profiles
 
-from .small_project import lay_out, off_gpu, outcome
+from .small_project import lay_out, off_gpu, outcome, replayed
 
 
 @pytest.fixture
@@ -117,11 +116,7 @@ from hypothesis import strategies as st
 def test_fails(case, number, flag):
     assert case == "H4" or number < 1000, f"drew {number}"
 """
-
-
-def replay_line(done):
-    [line] = [line for line in done.stdout.splitlines() if "test_drawn.py::test_fails" in line and "pytest " in line]
-    return shlex.split(line.removeprefix("NSA_TEST_TRITON_SEL=0 "))
+DRAWN_FAILS = "tests/parity/test_drawn.py::test_fails"
 
 
 def drew(done):
@@ -130,12 +125,12 @@ def drew(done):
 
 def replays(inner, first, *chosen):
     """Whether the drawn call that failed fails again by the line as it is printed."""
-    command = replay_line(first)
-    assert command[:2] == ["pytest", "tests/parity/test_drawn.py::test_fails[H8-D128]"]
-    assert command[2:4] == (list(chosen) or ["--nsa-reproduce", command[3]])
-    again = inner({}, *command[1:])
+    test, *how = replayed(first, DRAWN_FAILS)
+    assert test == f"{DRAWN_FAILS}[H8-D128]"
+    assert how[:2] == (list(chosen) or ["--nsa-reproduce", how[1]])
+    again = inner({}, test, *how)
     assert outcome(again) == {"failed": 1}
-    return drew(again) == drew(first) != set() and replay_line(again) == command
+    return drew(again) == drew(first) != set() and replayed(again, DRAWN_FAILS) == [test, *how]
 
 
 def test_a_drawn_call_that_failed_is_replayed(inner):
@@ -165,7 +160,7 @@ def test_an_example_is_replayed_by_its_test_alone(inner):
     text = DRAWN.replace("Phase.generate", "Phase.explicit").replace("import Phase", "import Phase, example")
     text = text.replace("def test_fails", "@example(5000, True)\ndef test_fails")
     done = inner({"tests/parity/test_drawn.py": text}, "--hypothesis-profile", "deep")
-    assert replay_line(done)[2:] == ["--hypothesis-profile", "deep"]
+    assert replayed(done, DRAWN_FAILS)[1:] == ["--hypothesis-profile", "deep"]
     assert drew(done) == {"drew 5000"}
 
 

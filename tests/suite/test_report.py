@@ -36,13 +36,6 @@ def stored(path, document, **changed):
     return load(path)
 
 
-@pytest.fixture(scope="module")
-def drawn():
-    """The libraries of the extra `report`."""
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("jinja2")
-
-
 # --- recordings of other kinds ---------------------------------------------------------------------------------------
 
 BESIDE = {"dense_cudnn": 5.0, "dense_flash": 9.0, "query_major": 1.5, "key_major": 1.0, "fla": 2.0}
@@ -72,8 +65,7 @@ def trained(like, case, median=25e-3):
     names = [name for name in BESIDE if "major" not in name and (name != "fla" or case.H >= 16)]
     medians = {name: median * BESIDE[name] for name in names}
     facts = {"ns_per_query": median * 1e9 / case.S, "memory_vs_flash": 0.82, "share_of_ceiling": None}
-    found = made(like, f"test_backward[{case.id}]", case, median, "ours", medians, speedup_vs_cudnn=5.0, **facts)
-    return found
+    return made(like, f"test_backward[{case.id}]", case, median, "ours", medians, speedup_vs_cudnn=5.0, **facts)
 
 
 def served(like, case, impl, median=6e-6, **others):
@@ -437,17 +429,6 @@ def test_summary_of_a_cpu_run_is_a_line_for_each_group():
 # --- the threshold in force ------------------------------------------------------------------------------------------
 
 PACKAGED = "16, measured 2026-11-21 at commit 7554f5187b46, nsa/configs/gpus/nvidia-h100-80gb-hbm3.yaml"
-
-
-@pytest.fixture
-def user_folder(monkeypatch, tmp_path):
-    """No file of this user's own, and no variable."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.delenv("NSA_SEL_TRITON_MIN_L", raising=False)
-    settings.reload()
-    yield tmp_path / "nsa" / "gpus"
-    monkeypatch.undo()
-    settings.reload()
 
 
 def committed(packed):

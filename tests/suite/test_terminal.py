@@ -170,14 +170,10 @@ def test_options_from_a_file_of_arguments_win_and_leave_our_other_defaults(named
 
 def test_pytest_benchmark_compares_files_in_a_checkout(tmp_path):
     """It imports conftest.py, and with it the package, before pytest could rewrite the package's assertions."""
-    (tmp_path / "nsa.egg-info").mkdir()  # as `pip install -e` leaves it
-    (tmp_path / "nsa.egg-info" / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: nsa\nVersion: 0\n")
-    (tmp_path / "nsa.egg-info" / "SOURCES.txt").write_text("nsa/__init__.py\n")
-    (tmp_path / "nsa.egg-info" / "entry_points.txt").write_text("[pytest11]\nnsa_pytest = nsa_pytest\n")
-    for name in ("nsa/__init__.py", "tests/test_x.py"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).touch()
-    (tmp_path / "conftest.py").write_text("import nsa\n")
+    files = {"PKG-INFO": "Metadata-Version: 2.1\nName: nsa\nVersion: 0\n", "SOURCES.txt": "nsa/__init__.py\n"}
+    files["entry_points.txt"] = "[pytest11]\nnsa_pytest = nsa_pytest\n"
+    write(tmp_path / "nsa.egg-info", files)  # as `pip install -e` leaves it
+    write(tmp_path, {"nsa/__init__.py": "", "tests/test_x.py": "", "conftest.py": "import nsa\n"})
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     recording = min(BASELINE.glob("*.json"), key=lambda path: path.stat().st_size)
     command = [sys.executable, "-m", "pytest_benchmark", "compare", str(recording)]

@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -14,9 +13,8 @@ import yaml
 from nsa.testing import profiles
 from nsa.testing.compile import budgets, matrix
 
-from .small_project import lay_out
+from .small_project import ROOT, lay_out
 
-ROOT = Path(__file__).parents[2]
 FILES = {path.stem: path for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
 WORKFLOWS = {name: yaml.safe_load(path.read_text()) for name, path in FILES.items()}  # YAML 1.1 reads `on` as true
 SECONDS_A_CALL = 0.3  # to draw and check one, in the interpreter: the mean of all tests that draw, on one core

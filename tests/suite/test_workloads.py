@@ -2,7 +2,6 @@
 
 import sys
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
@@ -10,12 +9,12 @@ import torch
 from nsa.__main__ import main
 from nsa.testing import refusals
 from nsa.testing.clock.serving import Pool, problems, serve
-from nsa.testing.clock.timing import Timing, each
 from nsa.testing.contestants.contract import Contestant
 from nsa.testing.report import plots, summary, tables
 from nsa.testing.workloads import file, mix
 
 from .small_project import Session
+from .test_regret_draws import US, clock
 
 SMALL = """source: a test
 common: {HQ: 4, HKV: 2, D: 16, block_size: 16, blocks: 3, dtype: fp16}
@@ -103,25 +102,18 @@ def test_one_special_run_at_a_time(small, other):
         refusals.check(Session(**given))
 
 
-def clock(fns, **sampling):
-    for name, calls in fns.items():
-        each(calls)
-        sampling["afterwards"](name, partial(each, calls))
-    return {name: Timing([1e-5 * (i + 1)] * 3, "graph", True, 2, 2) for i, name in enumerate(fns)}
-
-
 def test_every_shape_is_checked_in_fp64_and_timed(small):
     """In pages and without, ragged and not, with a last page that is not full."""
     found = [mix.time_entry("small", entry, Pool(torch.device("cpu"), 1 << 20), clock) for entry in file.read(small)]
-    assert [times.median for times, _ in found] == [1e-5] * 6
+    assert [times.median for times, _ in found] == [US["auto"] * 1e-6] * 6
     facts = [fact for _, fact in found]
     assert {fact["control"] for fact in facts} == {"dense_flash"}
     assert Counter(fact["group"] for fact in facts) == {"small: decode": 6}
     assert summary.lines([fact | {"name": str(i), "median": 1e-5} for i, fact in enumerate(facts)])[-4:] == [
-        "small, plain: 3 shapes, mean call 0.01 ms",
-        "  dense_flash 0.02 ms: ours is 2.00x as fast",
-        "small, pages: 3 shapes, mean call 0.01 ms",
-        "  dense_flash 0.02 ms: ours is 2.00x as fast",
+        "small, plain: 3 shapes, mean call 0.03 ms",
+        "  dense_flash 0.06 ms: ours is 2.00x as fast",
+        "small, pages: 3 shapes, mean call 0.03 ms",
+        "  dense_flash 0.06 ms: ours is 2.00x as fast",
     ]
 
 

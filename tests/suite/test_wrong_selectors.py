@@ -1,14 +1,13 @@
 """Selectors as contestants: a right one is proved, wrong ones are WRONG and told why."""
 
-import re
-
 import pytest
 
 from nsa.testing.contestants import named
 from nsa.testing.contestants.fit import ENOUGH
 from nsa.testing.contestants.selectors import selector
 
-from .small_project import ROOT, off_gpu
+from .small_project import ROOT
+from .test_docs import fenced
 
 MODULE = '''
 import torch
@@ -120,38 +119,30 @@ def reuses_its_result(q, k, **how):
 def of_one_size(q, k, **how):
     return right_one(q, k, how) * 0
 '''
-MORE = (
-    "empties_its_input", "ignores_windows", "reads_32_dims", "forces_one_and_two", "wraps_pages", "prefers_nan",
-    "rounds_scores", "remembers_addresses", "reuses_its_result", "of_one_size",
+WRONG = (
+    "upward", "mean", "without_tails", "empties_its_input", "ignores_windows", "reads_32_dims", "forces_one_and_two",
+    "wraps_pages", "prefers_nan", "rounds_scores", "remembers_addresses", "reuses_its_result", "of_one_size",
 )  # fmt: skip
 
 
 @pytest.fixture
-def judged(run_pytest, tmp_path):
+def judged(contest, tmp_path):
     """`judged(*names, some=(…))`: pytest's run of the parity lane, or of other tests, on selectors of the module."""
-    page = (ROOT / "docs" / "selecting.md").read_text(encoding="utf-8")
-    (example,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def choose(" in code)
+    (example,) = (text for _, _, text in fenced(ROOT / "docs" / "selecting.md") if "def choose(" in text)
     (tmp_path / "my_selectors.py").write_text(MODULE + example, encoding="utf-8")
 
     def run(*names, some=("-m", "parity", "-k", "selecting")):
-        impls = [word for name in names for word in ("--nsa-impl", f"my_selectors:{name}")]
-        chosen = ("--pyargs", "nsa.testing.suite", *some, *impls, "--benchmark-disable")
-        return run_pytest(*chosen, "-p", "no:cacheprovider", cwd=ROOT, environment=off_gpu(tmp_path))
+        return contest(tmp_path, [f"my_selectors:{name}" for name in names], *some, "--benchmark-disable")
 
     return run
 
 
-def test_a_right_selector_is_proved(judged):
-    done = judged("right")
+def test_a_right_selector_and_that_of_the_page_are_proved(judged):
+    done = judged("right", "choose")
     said = " ".join(done.stdout.split())
     assert "my_selectors:right, parity: right on 60 cases; does not promise: score relu; score softmax" in said, said
+    assert "my_selectors:choose, parity: right on 60 cases" in said, said
     assert "not proved" not in said
-    assert done.returncode == 0
-
-
-def test_the_selector_of_the_page_is_proved(judged):
-    done = judged("choose")
-    assert "my_selectors:choose, parity: right on 60 cases" in " ".join(done.stdout.split()), done.stdout
     assert done.returncode == 0
 
 
@@ -163,11 +154,10 @@ def test_edge_has_no_test_of_a_selector_and_says_so(judged):
 
 def test_wrong_selectors_are_red_and_told(judged):
     """Each by those of its cases that have 20 rows, a fifth. Ties are among integers; large blocks have neither."""
-    names = ("upward", "mean", "without_tails", *MORE)
-    done = judged(*names, some=("-m", "parity", "-k", "rows20 or of_one_size or (upward and integers)"))
+    done = judged(*WRONG, some=("-m", "parity", "-k", "rows20 or of_one_size or (upward and integers)"))
     said = " ".join(done.stdout.split())
     assert done.returncode == 1
-    for name in names:
+    for name in WRONG:
         assert f"my_selectors:{name}, parity: WRONG on" in said, said
     assert "of equal scores the larger block is chosen" in said
     assert "a block has the mean of its keys instead of the largest" in said
