@@ -5,7 +5,6 @@ import re
 import pytest
 
 from .small_project import ROOT, lay_out, off_gpu, outcome, write
-from .small_repository import contestant
 
 LOUD = """
 import random, warnings
@@ -54,6 +53,14 @@ def test_allowed(loud):
 def test_warns():
     warnings.warn("of a test", DeprecationWarning)
 """
+KERNEL = """
+from nsa.call import Call
+from nsa.plain.packed_sdpa import packed_sdpa
+
+def attend(q, k, v, *, ranges, causal, scale, return_lse=False):
+    o, lse = packed_sdpa(Call.of(q, k, v, ranges=ranges, causal=causal, scale=scale, return_lse=True))
+    return (o, lse) if return_lse else o
+"""
 CODSPEED = """
 import pytest
 
@@ -73,8 +80,7 @@ def benchmark():
 
 @pytest.fixture
 def folder(tmp_path):
-    contestant(tmp_path)
-    write(tmp_path, {"loud.py": LOUD, "speed.py": CODSPEED})
+    write(tmp_path, {"loud.py": LOUD, "mine.py": KERNEL, "speed.py": CODSPEED})
     return tmp_path
 
 
@@ -92,17 +98,17 @@ def test_only_warnings_of_our_tests_are_errors_in_a_checkout(run_pytest, folder)
 @pytest.mark.parametrize("lane", ["parity", "edge", "perf"])
 def test_a_contestant_is_judged_in_any_order_and_beside_warnings(run_pytest, folder, lane):
     chosen = {"parity": "L33 and D64", "edge": "one-key", "perf": "D64-Dv64-L256"}[lane]
-    suite = ("--pyargs", "nsa.testing.suite", "--nsa-impl", "timed:attend", "-m", lane, "-k", chosen, "-p", "loud")
+    suite = ("--pyargs", "nsa.testing.suite", "--nsa-impl", "mine:attend", "-m", lane, "-k", chosen, "-p", "loud")
     done = run_pytest(*suite, cwd=folder, environment=off_gpu(folder))
     assert "failed" not in outcome(done), done.stdout
     assert outcome(done)["passed"] > 1, done.stdout
-    assert ("timed:attend, edge: right on" in done.stdout) == (lane == "edge")
+    assert ("mine:attend, edge: right on" in done.stdout) == (lane == "edge")
     assert "INTERNALERROR" not in done.stdout + done.stderr
 
 
 def test_codspeed_is_refused_in_one_line(run_pytest, folder):
     """It replaces the fixture `benchmark`, and knows no timer."""
-    suite = ("--pyargs", "nsa.testing.suite", "--nsa-impl", "timed:attend", "-p", "speed")
+    suite = ("--pyargs", "nsa.testing.suite", "--nsa-impl", "mine:attend", "-p", "speed")
     perf, parity = run_pytest.each(
         [(*suite, "-m", "perf"), (*suite, "-m", "parity", "-k", "L33", "--collect-only", "-q")],
         cwd=folder, environment=off_gpu(folder),
@@ -129,6 +135,6 @@ def test_a_mark_that_names_a_folder_imports_no_other(run_pytest, tmp_path):
 
 
 def test_a_kernel_that_no_test_of_a_promise_asks_for_is_not_counted_as_selected(run_pytest, folder):
-    suite = ("--pyargs", "nsa.testing.suite", "--nsa-impl", "timed:attend", "-k", "no_such")
+    suite = ("--pyargs", "nsa.testing.suite", "--nsa-impl", "mine:attend", "-k", "no_such")
     done = run_pytest(*suite, cwd=ROOT, environment=off_gpu(folder))
     assert re.search(r"collected (\d+) items / \1 deselected / 0 selected", done.stdout), done.stdout
