@@ -208,9 +208,9 @@ def chunks_of(cu_q_ptr, B, STEPS: tl.constexpr, CHUNK: tl.constexpr):
 def _cut_into_shares(
     counts, starts, work_ptr, part_ptr, low, high, blocks, all_work, SHARE: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """Write one window's and head's ``starts`` and shares of the blocks in ``[low, high)``. Returns how many shares.
+    """Write ``starts`` and the shares of the blocks in ``[low, high)``, of one window and head. Returns their number.
 
-    Counts are read from L2, because atomics of this program may have changed them there since L1 held them.
+    ``.cg`` reads counts past L1, which may hold values from before this program's atomics.
     """
     units = tl.zeros([], tl.int32)
     shares = tl.zeros([], tl.int32)
@@ -267,9 +267,12 @@ def _scan_kernel(
 
 @triton.jit
 def _visible_keys_of_each(token, B, S, S_kv, pos_ptr, cu_q_ptr, cu_k_ptr, LAYOUT: tl.constexpr, CAUSAL: tl.constexpr):
-    """``(seq, limit)`` as :func:`visible_keys`, of several tokens; not of packed keys. Takes time for each sequence."""
+    """``(seq, limit)`` of several tokens, as :func:`visible_keys` gives them for one. Not for packed keys.
+
+    In a ragged batch its time grows with the number of sequences.
+    """
     if LAYOUT == RAGGED:
-        ended = token - token
+        ended = token - token  # zeros of the same shape and dtype
         for i in range(0, B):
             ended += (tl.load(cu_q_ptr + 1 + i) <= token).to(tl.int32)
         seq = tl.maximum(tl.minimum(ended, B - 1), 0)
@@ -287,9 +290,9 @@ def _lists_kernel(
     B, S, S_kv, HKV, heads, head0, n, size, slots, blocks, first, tokens, window, work, slot_bits,
     LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, SHARE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """What the kernels of counts, of shares and of units do, in one launch, for few units in lists of blocks.
+    """Do in one launch what `_count_kernel`, `_scan_kernel` and `_scatter_kernel` do, for few units of block lists.
 
-    A program takes one window and head. It writes all that is read later, so nothing has to be zero before.
+    A program takes one window and head, and writes all that later kernels read, so no memory has to be zero before.
     """
     group = tl.program_id(0)
     head = group % heads
