@@ -108,8 +108,11 @@ def test_rounding_is_allowed_for_and_no_more(name):
     found = findings(out, r)
     assert [x.kind for x in found] == ["scores"]
     assert "recall 67%" in found[0].text
-    near = row._replace(scores=row.scores.index_fill(1, best.indices[r.n], float(best.values[r.n - 1]) * (1 - 1e-7)))
-    assert selections._problem(worse, near, 0, r, False) is None
+    worst, last = best.indices[r.n], float(best.values[r.n - 1])
+    for less, kind in ((1e-7, None), (1e-3, "scores")):
+        near = row._replace(scores=row.scores.index_fill(1, worst, last * (1 - less)))
+        problem = selections._problem(worse, near, 0, r, False)
+        assert (problem and problem[0]) == kind
 
 
 SMALL = {
