@@ -167,7 +167,7 @@ def choose(call: Call, shape: Shape, device_name: str | None) -> tuple[str, str 
         why = None if device_name is None else family.pays(call, shape, device_name)
         if why is not None:
             return family.name, why
-    return SERVES_ALL.name if call.settings.sel_triton_group else "per_head", None
+    return SERVES_ALL.schedule(call), None
 
 
 def _device_facts(device: torch.device) -> tuple[str | None, str, str | None]:

@@ -48,11 +48,11 @@ def microseconds(costs: gpu.Costs, job: Job) -> dict[str, float]:
     step has no neighbours.
     """
     overlaps = OVERLAPS if job.queries > 1 else OVERLAPS[:1]
-    found = [times(_of(costs, job), job._replace(shared=overlap)) for overlap in overlaps]
+    found = [times(_costs_of(costs, job), job._replace(shared=overlap)) for overlap in overlaps]
     return {name: math.prod(each[name] for each in found) ** (1 / len(found)) for name in found[0]}
 
 
-def _of(costs: gpu.Costs, job: Job) -> Kind:
+def _costs_of(costs: gpu.Costs, job: Job) -> Kind:
     """The costs of a call's kind. If too few calls over fp8 were drawn to fit them, those of 16 bits."""
     return costs.kinds.get(job.kind) or costs.kinds.get(job._replace(e4m3=False).kind, {})
 
@@ -107,7 +107,7 @@ def rest_of(call: Call, shape: Shape, device_name: str) -> str:
     if known is None:
         return "key_major"
     costs, job = known
-    return rest(times(_of(costs, job), job), job)
+    return rest(times(_costs_of(costs, job), job), job)
 
 
 def _known(call: Call, shape: Shape, device_name: str) -> tuple[gpu.Costs, Job] | None:

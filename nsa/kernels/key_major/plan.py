@@ -120,7 +120,8 @@ def plan(call: Call, shape: Shape | None = None, skips: bool = False, steps: Any
     slots -= walked
     sized = (g.tokens, HKV, G, D, Dv, dtype.itemsize, slots, blocks, tile.share, spans)
     windows = key_tiles.windows(*sized)
-    # Not on AMD GPUs: nobody has shown that their barriers order a thread's stores before atomics of other threads.
+    # AMD GPUs take three launches, because one program relies on a barrier between its stores and its atomics, and that
+    # was not checked on them.
     few = key_tiles.few(windows, g.B if ragged else 0) and not (spans or g.packed) and capability != gpu.AMD
     if exact:
         bucket, tiled, wide, few = pin.more

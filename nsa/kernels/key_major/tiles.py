@@ -129,8 +129,10 @@ def select(
 
 def _rule(itemsize: int, G: int, block_d: int, narrow: bool, size: int, walk: bool, e4m3: bool, reads: int) -> Choice:
     """The choice where no sweep forces one. ``narrow``: of `sizes.narrow`."""
-    if itemsize > 2 or not narrow:
-        chosen = FP32 if itemsize > 2 else WIDE_HEADS
+    if itemsize > 2:
+        chosen = FP32
+    elif not narrow:
+        chosen = WIDE_HEADS
     elif block_d > 128:
         chosen = LONG_KEYS
     else:

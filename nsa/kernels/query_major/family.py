@@ -14,6 +14,9 @@ class QueryMajor(Family):
     schedules = ("query_major", "per_head")
     by_block_size = False
 
+    def schedule(self, call: Call) -> str:
+        return "query_major" if call.settings.sel_triton_group else "per_head"
+
     def plan(self, call: Call, shape: Shape, schedule: str) -> Any:
         return self.kernels.plan(call, shape, schedule == "per_head")
 

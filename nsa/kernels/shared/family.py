@@ -53,6 +53,10 @@ class Family:
         """The module `plan` of this family, with its ``forward`` (``backward``) and its Triton functions."""
         return import_module(f"nsa.kernels.{self.name}.plan")
 
+    def schedule(self, call: Call) -> str:
+        """The schedule with which this family serves a call that names none of its own."""
+        return self.name
+
     def functions(self) -> frozenset[str]:
         """Names of this family's Triton functions."""
         return sources.functions(self.name)

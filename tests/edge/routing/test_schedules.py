@@ -407,8 +407,8 @@ def test_where_there_is_no_gpu_it_runs_by_name_only(folder, monkeypatch):
 
 
 def test_what_failures_are_remembered_by(folder, gpu):
-    """One kernel is one signature: key-major's block size makes another, and none is query-major's. A backward pass has
-    one whatever the forward's schedule; by block size, as its kernels work by blocks of keys.
+    """A failure is remembered by kernel, and key-major's by block size, too. That of a backward pass is remembered by
+    block size, but not by the schedule of the forward pass.
     """
     folder()
     with nsa.configure(sel_triton_min_L=0):
