@@ -16,7 +16,7 @@ from nsa import gpu
 from nsa.call import Call
 from nsa.kernels.shared import device
 from nsa.kernels.shared.shape import E4M3, Shape, has_steps
-from nsa.work import NAMES, PROCESSORS, REST, Job, capability_of, work
+from nsa.work import KEY_MAJOR, PROCESSORS, QUERY_MAJOR, REST, UNION, Job, capability_of, work
 
 STAND_IN = "NVIDIA H100 80GB HBM3"
 """The GPU whose costs are used on a GPU without costs of its own. A schedule changes the speed of a call, and its
@@ -59,9 +59,9 @@ def _costs_of(costs: gpu.Costs, job: Job) -> Kind:
 
 def times(of: Kind, job: Job) -> dict[str, float]:
     """The time of a call by schedule, whose rows share as many blocks as the job says."""
-    found = {name: _sum(of[name], work(job, name)) for name in NAMES[:2] if name in of}
-    counts = of_union(job, found) if "union" in of else {}
-    return found | ({"union": _sum(of["union"], counts)} if counts else {})
+    found = {name: _sum(of[name], work(job, name)) for name in (QUERY_MAJOR, KEY_MAJOR) if name in of}
+    counts = of_union(job, found) if UNION in of else {}
+    return found | ({UNION: _sum(of[UNION], counts)} if counts else {})
 
 
 def of_union(job: Job, others: Mapping[str, float]) -> dict[str, float]:
@@ -97,8 +97,8 @@ def rest(times: Mapping[str, float], job: Job) -> str:
     Key-major does in a ragged batch whose steps query-major serves already, and for too few rows to fill half of an
     H100 with query-major's programs, one a row.
     """
-    known = not job.steps and 2 * job.rows >= PROCESSORS and {*times} >= {*NAMES[:2]}
-    return NAMES[0] if known and times["query_major"] * REST_MARGIN <= times["key_major"] else "key_major"
+    known = not job.steps and 2 * job.rows >= PROCESSORS and {*times} >= {QUERY_MAJOR, KEY_MAJOR}
+    return QUERY_MAJOR if known and times[QUERY_MAJOR] * REST_MARGIN <= times[KEY_MAJOR] else KEY_MAJOR
 
 
 def rest_of(call: Call, shape: Shape, device_name: str) -> str:
@@ -133,16 +133,16 @@ def job_of(call: Call, shape: Shape) -> Job | None:
     if not (usual and long) or g.G > MOST_GROUP:
         return None
     kinds = g.page > 0, call.k.dtype == E4M3, has_steps(call, g)
-    capability = capability_of(device.limits(call.q.device)[0], g.D, g.Dv)
+    capability = capability_of(device.chip(call.q.device).capability, g.D, g.Dv)
     return Job(sequences, queries, keys, g.HKV, g.G, g.D, g.Dv, g.n, size, *kinds, capability)
 
 
 @lru_cache(maxsize=4096)
 def fastest(costs: gpu.Costs, job: Job, among: tuple[str, ...]) -> str:
     """The schedule that is expected to be the fastest, of query-major and those that could serve the call too."""
-    times = microseconds(costs, job)
-    least = {name: us * (1 if name == "query_major" else MARGIN) for name, us in times.items()}
-    return min((name for name in least if name in (NAMES[0], *among)), key=least.__getitem__, default=NAMES[0])
+    expected = microseconds(costs, job).items()
+    least = {name: us * (1 if name == QUERY_MAJOR else MARGIN) for name, us in expected}
+    return min((name for name in least if name in (QUERY_MAJOR, *among)), key=least.__getitem__, default=QUERY_MAJOR)
 
 
 def describe(device_name: str) -> str:

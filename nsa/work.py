@@ -15,7 +15,9 @@ from nsa.kernels.shared import sizes
 from nsa.kernels.shared.sizes import padded, span_bucket
 from nsa.kernels.union import tiles as union_tiles
 
-NAMES = ("query_major", "key_major", "union")
+SCHEDULES = QUERY_MAJOR, KEY_MAJOR, UNION = "query_major", "key_major", "union"
+"""The schedules that have costs."""
+
 REST = "rest"
 """A term of union's costs: the share of rows without a union, times the time of the schedule that serves these."""
 
@@ -86,14 +88,14 @@ def capability_of(capability: int, D: int, Dv: int) -> int:
 
 
 def work(job: Job, schedule: str) -> dict[str, float]:
-    """What a schedule of `NAMES` does for a call, in millions unless the name says otherwise; empty if it has no tile.
+    """What one of the `SCHEDULES` does for a call, in millions unless the name says otherwise; {} if it has no tile.
 
     ``_each`` is what the longest program does, or as long as it takes a row to be merged: the time of few programs. A
     step is a tile of keys. Numbers and products are counted with head dims as long as those of tiles, except
     ``numbers_of_blocks``. ``_wgmma``, ``_mma``: products of tiles that use `wgmma`, and of tiles that do not. A term
     whose work changes gets another name, so that costs measured for the old work are not read (`nsa/gpu.py`).
     """
-    return {"query_major": _query_major, "key_major": _key_major, "union": _union}[schedule](job)
+    return {QUERY_MAJOR: _query_major, KEY_MAJOR: _key_major, UNION: _union}[schedule](job)
 
 
 def _query_major(job: Job) -> dict[str, float]:
@@ -176,5 +178,5 @@ def _union(job: Job) -> dict[str, float]:
     }
 
 
-TERMS = {name: tuple(work(Job(1, 64, 64, 1, 8, 64, 64, 4, 16), name)) for name in NAMES}
+TERMS = {name: tuple(work(Job(1, 64, 64, 1, 8, 64, 64, 4, 16), name)) for name in SCHEDULES}
 """The terms of the work of each schedule."""

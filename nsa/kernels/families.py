@@ -1,4 +1,4 @@
-"""The kernel families, as objects. This is the only place that names them."""
+"""The kernel families, as objects. Routing and dispatch loop over them, and know no names."""
 
 from __future__ import annotations
 

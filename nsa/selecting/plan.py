@@ -64,7 +64,7 @@ def tile_of(r: Request, processors: int, capability: int = 90) -> Tile:
     row = padded(r.q.shape[-1]) * r.q.dtype.itemsize
 
     def fits() -> bool:
-        return row * (tokens * lists * heads + stages * N) + SPARE <= gpu.shared_bytes(capability)
+        return row * (tokens * lists * heads + stages * N) + SPARE <= gpu.SHARED_BYTES[capability]
 
     while not fits() and stages > 2:
         stages -= 1
@@ -103,7 +103,7 @@ def _variants(
     chosen |= {"TAIL": tail, "BLOCK": block, "KEPT": kept, "CHUNKED": chunked}
     warps = max(1, min(16, block // 1024))
     # Registers of a thread, so that three programs fit a multiprocessor. Triton for AMD has no such option.
-    fewer = {"maxnreg": 80} if warps > 1 and gpu.runs_ptx(device) else {}
+    fewer = {"maxnreg": 80} if warps > 1 and gpu.chip(device).ptx else {}
     # `nsa.guard` tries calls of attention only. A kernel that does not compile raises, and plain PyTorch serves.
     return (
         Variant(_lse_kernel, common, options, tried_first=False),
@@ -130,7 +130,7 @@ def select(r: Request, out: Tensor, tile: Tile | None = None) -> Tensor:
     if r.T == 0:
         return out
     device = r.q.device
-    capability, processors = gpu.limits(device)
+    capability, processors, *_ = gpu.chip(device)
     tile = tile_of(r, processors, capability) if tile is None else tile
     width = -(-r.blocks // 16) * 16
     run = r.S if r.layout in (BATCH, CACHE) else r.T

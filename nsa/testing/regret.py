@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import nsa
-from nsa.kernels.shared.device import limits
+from nsa.kernels.shared.device import chip
 from nsa.testing.clock import serving
 from nsa.testing.clock.cuda import time_gpu
 from nsa.testing.clock.measure import run_facts
@@ -33,8 +33,8 @@ from nsa.testing.contestants.contract import Contestant
 from nsa.testing.matrix.case import batch
 from nsa.testing.matrix.m3 import Shape
 from nsa.testing.report.recording import within
+from nsa.work import SCHEDULES
 
-SCHEDULES = ("query_major", "key_major", "union")
 MODEL = 4  # successive seeds with the same heads, head dims and blocks: a model is called with many lengths
 LARGEST = 1 << 30  # bytes of a tensor, at most
 MOST_FLOPS = 2e12  # of a call, a few milliseconds
@@ -156,7 +156,7 @@ def warm(seed: int, device: torch.device) -> None:
 def rows(seeds: Sequence[int], device: torch.device) -> Iterator[dict[str, Any]]:
     """Compile the kernels of all seeds, then measure one shape after the other. Shapes that are wrong are printed."""
     compile_ahead([(warm, seed) for seed in seeds], device, processes(device))
-    facts = run_facts(device) | {"capability": limits(device)[0]}
+    facts = run_facts(device) | {"capability": chip(device).capability}
     with nsa.configure(probe="never"):  # the children have compiled the kernels
         for seed in seeds:
             gc.collect()  # frees the CUDA graphs of earlier shapes and their outputs

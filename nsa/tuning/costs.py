@@ -23,7 +23,7 @@ from nsa import gpu, schedules
 from nsa.kernels.union.family import LEAST_GROUP
 from nsa.testing.report.recording import within
 from nsa.tuning.files import provenance, write_section
-from nsa.work import CAPABILITY, NAMES, Job, capability_of, work
+from nsa.work import CAPABILITY, SCHEDULES, UNION, Job, capability_of, work
 
 NEAR = 0.3
 LEAST = 16  # times, to fit the costs of a schedule and a kind of calls
@@ -45,7 +45,7 @@ def fit(rows: Sequence[Row]) -> Kinds:
     for kind in sorted({job(row).kind for row in rows}):
         some = [row for row in rows if job(row).kind == kind]
         of: dict[str, dict[str, float]] = {}
-        for name in NAMES:  # union last, because the others serve some of its rows
+        for name in SCHEDULES:  # union last, because the others serve some of its rows
             timed = [(row["us"][name], _counts(of, job(row), name)) for row in some if name in row["us"]]
             timed = [(us, counts) for us, counts in timed if counts]
             if len(timed) >= LEAST:
@@ -56,7 +56,7 @@ def fit(rows: Sequence[Row]) -> Kinds:
 
 
 def _counts(of: dict[str, dict[str, float]], of_row: Job, name: str) -> dict[str, float]:
-    return schedules.of_union(of_row, schedules.times(of, of_row)) if name == "union" else work(of_row, name)
+    return schedules.of_union(of_row, schedules.times(of, of_row)) if name == UNION else work(of_row, name)
 
 
 def _costs(times: Sequence[float], counts: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -90,8 +90,8 @@ def ratios(rows: Sequence[Row], kinds: Kinds) -> list[float]:
     costs = gpu.Costs(kinds, {}, Path())
     found = []
     for row in rows:
-        own = {name: row["us"][name] for name in NAMES if name in row["us"]}
-        considered = tuple(name for name in own if name != "union" or row["G"] >= LEAST_GROUP)
+        own = {name: row["us"][name] for name in SCHEDULES if name in row["us"]}
+        considered = tuple(name for name in own if name != UNION or row["G"] >= LEAST_GROUP)
         chosen = schedules.fastest(costs, job(row), considered)
         found.append(own[chosen] / min(own.values()))
     return found

@@ -21,8 +21,8 @@ def processors(device: torch.device) -> int:
 
 
 @pytest.fixture(scope="module")
-def largest(processors: int, device: torch.device) -> int:
-    return query_major.largest_cluster(device, device_facts.limits(device)[0], processors)
+def largest(device: torch.device) -> int:
+    return query_major.largest_cluster(device_facts.chip(device))
 
 
 @pytest.fixture(scope="module")

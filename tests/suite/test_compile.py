@@ -100,12 +100,12 @@ def test_amd_gets_its_own_shared_memory_and_nothing_of_nvidia(monkeypatch):
     mi250 = SimpleNamespace(major=9, minor=0, multi_processor_count=104)  # the compute capability of an H100
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mi250)
     device = torch.device("cuda", 0)
-    limits = device_facts.limits.__wrapped__
-    assert limits(device) == (90, 104)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "MI250")
+    chip = device_facts.chip.__wrapped__
+    assert chip(device)[:3] == (90, 104, "MI250")
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert limits(device) == (device_facts.AMD, 104)
-    assert not device_facts.runs_ptx(device)
-    assert query_major.largest_cluster(device, device_facts.AMD, 304) == 0
+    assert chip(device) == (device_facts.AMD, 104, "MI250", False)
+    assert query_major.largest_cluster(chip(device)) == 0
     assert device_facts.SHARED_BYTES[device_facts.AMD] == 65_536
 
 

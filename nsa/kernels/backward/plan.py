@@ -153,7 +153,7 @@ def plan(call: Call, shape: Shape | None = None, within: int | None = None) -> L
     size, blocks, slots = key_tiles.grid("backward", g.B, g.S_kv, g.HKV, g.n, call.block_size, g.packed, g.bound)
     if size > MOST_KEYS:
         raise DoesNotFit(f"backward: expected blocks of {MOST_KEYS} keys or fewer, got {size}")
-    capability, _ = gpu.limits(device)
+    capability = gpu.chip(device).capability
     HKV = within or g.HKV
     sizes = {"B": g.B, "S": g.S, "S_kv": g.S_kv, "HKV": HKV, "n": g.n, "size": size, "tokens": g.tokens}
     sizes |= {"sum_heads": g.HKV, "rows": g.tokens * G * HKV} | dict(zip(STRIDES.split(), g.strides, strict=True))
@@ -202,7 +202,7 @@ def _unions(
     if small or call.settings.batch_invariant or not PIPELINES:
         return None
     tile = backward_tiles.union(
-        gpu.limits(call.q.device)[0], call.q.dtype.itemsize, g.G, g.D, g.Dv, g.n, sizes["size"]
+        gpu.chip(call.q.device).capability, call.q.dtype.itemsize, g.G, g.D, g.Dv, g.n, sizes["size"]
     )
     tile = tile if exact is None else union_tiles.Tile(*exact.more[1])
     if tile is None or not union_tiles.fits(g.S_kv, sizes["size"]):

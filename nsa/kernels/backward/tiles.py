@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from nsa.kernels.key_major.tiles import MOST_COUNT_BYTES, even, heads_at_once
 from nsa.kernels.shared import sizes
-from nsa.kernels.shared.device import AMD, shared_bytes
+from nsa.kernels.shared.device import AMD, SHARED_BYTES
 from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.sizes import Worth, next_power_of_2, padded
 from nsa.kernels.union import tiles as union_tiles
@@ -121,7 +121,7 @@ def select(
     narrow = sizes.narrow(capability, itemsize, block_d, block_dv)
     chosen = choice or _rule(capability, itemsize, G, narrow, block_d > 128, parts)
     most = (64 if itemsize == 2 else 32) if narrow else (32 if itemsize == 2 else 16)
-    budget = shared_bytes(capability) // itemsize
+    budget = SHARED_BYTES[capability] // itemsize
     rows, block_n = shrunk(chosen.rows, min(padded(size), most), chosen.stages, block_d + block_dv, budget)
     heads = next_power_of_2(G)
     in_tile = min(heads, rows)
@@ -177,7 +177,7 @@ def union(capability: int, itemsize: int, G: int, D: int, Dv: int, n: int, size:
             return None
         rows = tile.TOKENS * tile.HEADS
         wide = tile.BLOCK_D + tile.BLOCK_DV
-        if itemsize * ((rows + stages * block_n) * wide + rows * block_n) <= shared_bytes(capability):
+        if itemsize * ((rows + stages * block_n) * wide + rows * block_n) <= SHARED_BYTES[capability]:
             return tile._replace(BLOCK_N=block_n, stages=stages)
     return None
 

@@ -97,7 +97,7 @@ def plan(call: Call, shape: Shape | None = None, skips: bool = False, steps: Any
     S_kv, HKV, G, D, Dv, n = g.S_kv, g.HKV, g.G, g.D, g.Dv, g.n
     spans = block_size is None
     size, blocks, slots = key_tiles.grid("key_major", g.B, S_kv, HKV, n, block_size, g.packed, g.bound)
-    capability, _ = gpu.limits(device)
+    capability = gpu.chip(device).capability
     ragged = g.layout == RAGGED
     chunks = _chunks(g, call.max_seqlen_q) if ragged else 1  # sequences whose queries `g.S` counts
     likely = blocks // max(g.B, 1) * chunks if ragged else blocks
@@ -167,7 +167,7 @@ def _variants(
     merge |= {"HEADS": tile.merge_heads, "BLOCK_L": tile.BLOCK_L, "CHUNK": MERGE_CHUNK, "AT_ONCE": tile.at_once}
     options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": 1 if shared["ONE_TILE"] else 2}
     merging: dict[str, Any] = {"num_warps": 1, "num_stages": tile.walk_stages if walk else 1}
-    if gpu.runs_ptx(kinds[0]):
+    if gpu.chip(kinds[0]).ptx:
         options |= {} if tile.registers is None else {"maxnreg": tile.registers}
         merging |= {} if tile.walk_registers is None else {"maxnreg": tile.walk_registers}
     lists: tuple[Variant, ...] = (

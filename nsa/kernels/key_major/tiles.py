@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from nsa.kernels.shared import sizes
-from nsa.kernels.shared.device import shared_bytes
+from nsa.kernels.shared.device import SHARED_BYTES
 from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.sizes import next_power_of_2, padded
 
@@ -114,7 +114,7 @@ def select(
     rows, block_n = chosen.rows, SEVERAL_TILES if size > ONE_TILE else padded(size)
     # Scores and results of a tile must leave free registers.
     block_n = min(block_n, (32 if narrow else 16) if itemsize > 2 else (128 if narrow else 32))
-    budget = shared_bytes(capability)
+    budget = SHARED_BYTES[capability]
     while block_n > 16 and (block_n * (block_d + block_dv) + rows * (block_d + block_n)) * itemsize > budget:
         block_n //= 2
     heads = next_power_of_2(G)

@@ -82,7 +82,7 @@ def plan(
     places = g.B * sizes.STEPS if steps else g.tokens
     causal = call.causal and source != WHOLE
     longest = bound if bound is not None else tiles.UNBOUNDED if invariant else S_kv
-    capability, processors = gpu.limits(device)
+    chip = gpu.chip(device)
     spans = 1 if source == WHOLE else sizes.span_bucket(g.n, S_kv)
     pin, tiled = call.settings.pin.get("query_major"), True
     block = block_size & -block_size if source == BLOCKS and block_size is not None else 0
@@ -90,9 +90,8 @@ def plan(
         tile, (splits, merged, tiled) = tiles.Tile(*pin.tile), pin.more
     else:
         tile, splits, merged = tiles.tile_and_splits(
-            gpu.gpu_name(device), capability, processors, call.k.dtype.itemsize, G, D, Dv, longest, spans, rows,
-            per_head, pipelined, pin, largest_cluster(device, capability, processors), invariant,
-            block,
+            chip.name, chip.capability, chip.processors, call.k.dtype.itemsize, G, D, Dv, longest, spans, rows,
+            per_head, pipelined, pin, largest_cluster(chip), invariant, block,
         )  # fmt: skip
     if skips:
         splits, merged = 1, False  # rows that are left out have no parts to merge
@@ -101,8 +100,8 @@ def plan(
         whole = min(block_size, max(-(-S_kv // tile.BLOCK_L), 1) * tile.BLOCK_L)
         if tiled and max(spans * whole, S_kv + whole) <= INT32_MAX:  # the kernel counts slots and keys in int32
             source, size = TILED, whole
-    tile = tile._replace(UPFRONT=tile.UPFRONT and gpu.runs_ptx(device))
-    early = gpu.runs_ptx(device) and capability >= 90 and compiler.gdc_wait is not None
+    tile = tile._replace(UPFRONT=tile.UPFRONT and chip.ptx)
+    early = chip.ptx and chip.capability >= 90 and compiler.gdc_wait is not None
     # SINGLE: for any spans, every program reads at most one tile, so the kernel needs no loop over tiles. This rule
     # counts `block_size` keys a block, not those that exist, so that other sequences of a batch cannot change SINGLE.
     most = INT32_MAX if source == RANGES else S_kv if block_size is None else g.n * block_size
@@ -112,9 +111,10 @@ def plan(
     tiles_of_block = size // tile.BLOCK_L if single and source == TILED else 0
     # FAR: a key's offset may not fit int32. The last tile may begin at the last key, so masked keys count, too.
     far = (S_kv + size + tile.BLOCK_L) * max(g.strides[4], g.strides[7]) > INT32_MAX
+    kinds = device, dtype, *call.dtypes(), skips
     variant, variant_lse = (
         _variant(
-            (device, dtype, *call.dtypes(), with_lse, skips), tile, splits if merged else 0, early, G=G, D=D, Dv=Dv,
+            (*kinds, with_lse), tile, splits if merged else 0, early, G=G, D=D, Dv=Dv,
             SOURCE=source, LAYOUT=g.layout, PAGE=g.page, HKV=g.HKV, S_MANY=g.S > 1 and call.q.dim() == 4,
             STEPS=sizes.STEPS if steps else 0, CAUSAL=causal,
             CHUNKED=g.n > tile.SPANS and not tiles_of_block, FAR=far, SINGLE=tiles_of_block or int(single),
@@ -141,7 +141,7 @@ def _variant(kinds: tuple[Any, ...], tile: tiles.Tile, cluster: int, early: bool
     Kernels for another device or other dtypes (``kinds``) are other entries of the cache.
     """
     device, dtype, *_ = kinds
-    source, split, ptx = decided["SOURCE"], decided["SPLIT"], gpu.runs_ptx(device)
+    source, split, ptx = decided["SOURCE"], decided["SPLIT"], gpu.chip(device).ptx
     constexprs: dict[str, object] = {**tile._asdict(), **decided, "INPUT_PRECISION": "ieee"}
     options = {option: constexprs.pop(option) for option in ("num_warps", "num_stages")}
     # HOLD_Q: queries are loaded before the loop. More than 16 heads would spill. Packed rows do not use HOLD_Q, because
@@ -162,15 +162,15 @@ def _variant(kinds: tuple[Any, ...], tile: tiles.Tile, cluster: int, early: bool
     return Variant(query_kernels._fwd_kernel, constexprs, options, cluster, shared)
 
 
-def largest_cluster(device: torch.device, capability: int, processors: int) -> int:
+def largest_cluster(chip: gpu.Chip) -> int:
     """How many programs may share a row and merge their results as one cluster; 0 where there are no clusters.
 
     Every GPU with clusters promises 8. A cluster of 16 fits into a GPC of a whole H100 or B200. A slice of a GPU (MIG)
     may hold fewer than 8, so GPUs of fewer than 78 multiprocessors get none.
     """
-    if not (CLUSTERS and gpu.runs_ptx(device)) or capability < 90 or processors < 78:
+    if not (CLUSTERS and chip.ptx) or chip.capability < 90 or chip.processors < 78:
         return 0
-    return 16 if capability in (90, 100) and processors >= 128 else 8
+    return 16 if chip.capability in (90, 100) and chip.processors >= 128 else 8
 
 
 def forward(

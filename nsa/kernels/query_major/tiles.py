@@ -2,7 +2,8 @@
 
 A pin decides first (`nsa.kernels.pinned`). A GPU that was swept (`pytest -m perf --nsa-sweep`) has a table in its file
 (`nsa/gpu.py`), whose nearest measured shape decides next. Rules decide on all other GPUs, and on every GPU for many
-rows over blocks. Their numbers come from an H100 and from the shared memory of each architecture.
+rows over blocks and for rows over blocks of 16 or 32 keys. Their numbers come from an H100 and from the shared memory
+of each architecture.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 from nsa import gpu
 from nsa.kernels.query_major.choice import Choice, Point
-from nsa.kernels.shared.device import shared_bytes
+from nsa.kernels.shared.device import SHARED_BYTES
 from nsa.kernels.shared.sizes import exchange_bytes, padded
 
 MAX_SPLITS = 32
@@ -153,7 +154,7 @@ def select(
     # `wgmma` reads its operands from shared memory, so converted e4m3 tiles need 2 more bytes an element there.
     key_bytes = (block_d + block_dv) * (3 if itemsize == 1 and block_g >= 64 else itemsize)
     # Q and the weights lie in shared memory beside the tiles in flight.
-    budget = shared_bytes(capability) - block_g * (block_d + block_l) * max(itemsize, 2) - 4096 - taken
+    budget = SHARED_BYTES[capability] - block_g * (block_d + block_l) * max(itemsize, 2) - 4096 - taken
     while stages > 2 and (stages - 1) * block_l * key_bytes > budget:
         stages -= 1
     while block_l > 16 and max(stages - 1, 1) * block_l * key_bytes > budget:
@@ -175,7 +176,7 @@ def tile_and_splits(
 
     Args:
         name: of the GPU, as CUDA spells it; None on the CPU. rows: (token, KV head) pairs.
-        choice: of a pin or a sweep; None for the GPU's table, then the rules.
+        choice: of a pin or a sweep; None: the GPU's table decides, then the rules.
         largest: most programs of a cluster; 0 without clusters.
         invariant: few rows are launched like many.
         block: the largest power of two that divides the keys of a block; 0 for spans. Tiles of 16 keys or more may lie

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -11,37 +12,37 @@ from nsa import settings
 AMD = 942
 """Stands for the compute capability of every AMD GPU. No AMD GPU has less shared memory than a gfx942."""
 
-SHARED_BYTES = {
+
+class _Known(dict[int, int]):
+    """An unknown capability has the smallest value."""
+
+    def __missing__(self, capability: int) -> int:
+        return min(self.values())
+
+
+SHARED_BYTES = _Known({
     **{80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448},
     **{100: 232_448, 103: 232_448, 110: 232_448, 120: 101_376, 121: 101_376},
     AMD: 65_536,
-}
-"""Shared memory that one program may use, by compute capability. An unknown capability gets the smallest."""
+})  # fmt: skip
+"""Shared memory that one program may use, by compute capability."""
 
 
-def shared_bytes(capability: int) -> int:
-    """Shared memory that one program may use."""
-    return SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
+class Chip(NamedTuple):
+    """What tiles and launches depend on."""
+
+    capability: int  # compute capability times ten, or `AMD`
+    processors: int  # multiprocessors
+    name: str | None  # under which the measurements of a GPU are stored; None for a CPU
+    ptx: bool  # kernels may contain NVIDIA's assembly
 
 
 @lru_cache(maxsize=64)
-def limits(device: torch.device) -> tuple[int, int]:
-    """Compute capability times ten, and number of multiprocessors. Interpreted kernels get those of an H100."""
+def chip(device: torch.device) -> Chip:
+    """The facts of a device. Interpreted kernels get the sizes of an H100."""
     if device.type != "cuda":
-        return 90, 132
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip is not None:  # ROCm says 9.0 of an MI250
-        return AMD, properties.multi_processor_count
-    return properties.major * 10 + properties.minor, properties.multi_processor_count
-
-
-@lru_cache(maxsize=64)
-def runs_ptx(device: torch.device) -> bool:
-    """Whether kernels for ``device`` may contain NVIDIA's assembly."""
-    return device.type != "cpu" and torch.version.hip is None and not settings.interpreter()
-
-
-@lru_cache(maxsize=64)
-def gpu_name(device: torch.device) -> str | None:
-    """The name under which a GPU's measurements are stored; None for a CPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+        return Chip(90, 132, None, False)
+    properties, amd = torch.cuda.get_device_properties(device), torch.version.hip is not None
+    capability = AMD if amd else properties.major * 10 + properties.minor  # ROCm says 9.0 of an MI250
+    ptx = not amd and not settings.interpreter()
+    return Chip(capability, properties.multi_processor_count, torch.cuda.get_device_name(device), ptx)

@@ -57,7 +57,7 @@ def plan(call: Call, shape: Shape) -> Launch:
     """Tiles and run-time sizes of a backward pass. They hold for every call with the same key."""
     device, dtype = call.q.device, call.q.dtype
     g = shape.without_output()
-    capability, _ = gpu.limits(device)
+    capability = gpu.chip(device).capability
     pin = call.settings.pin.get("small_backward")
     choice = tiles.RULES if pin is None or isinstance(pin, Exact) else pin
     tile = tiles.select(capability, dtype.itemsize, g.G, g.D, g.Dv, g.n, choice)

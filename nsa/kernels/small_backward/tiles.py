@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from nsa.call import Call
 from nsa.kernels.backward.tiles import shrunk
-from nsa.kernels.shared.device import shared_bytes
+from nsa.kernels.shared.device import SHARED_BYTES
 from nsa.kernels.shared.shape import BATCH, Shape
 from nsa.kernels.shared.sizes import padded
 
@@ -68,7 +68,7 @@ def select(capability: int, itemsize: int, G: int, D: int, Dv: int, n: int, choi
     narrow = itemsize <= 2
     window = max(1, min(choice.window or WINDOW, MOST_TOKENS))
     rows, keys = choice.rows or (64 if narrow else 16), choice.keys or (64 if narrow else 16)
-    stages, budget = choice.stages or 1, shared_bytes(capability) // itemsize
+    stages, budget = choice.stages or 1, SHARED_BYTES[capability] // itemsize
     rows, keys = shrunk(min(rows, padded(window * G)), keys, stages, block_d + block_dv, budget)
     heads = min(G, 64 if narrow else 16)
     # With one stage two programs fit a multiprocessor.

@@ -73,7 +73,7 @@ def plan(call: Call, shape: Shape) -> Launch:
     """Tiles, splits and run-time sizes of a launch."""
     g, device, dtype, size = shape, call.q.device, call.q.dtype, call.block_size
     assert size is not None and call.block_indices is not None
-    capability, processors = gpu.limits(device)
+    capability, processors, _, ptx = gpu.chip(device)
     pin = call.settings.pin.get("small_blocks")
     choice = tiles.RULES if pin is None or isinstance(pin, Exact) else pin
     items = call.k.dtype.itemsize, dtype.itemsize
@@ -98,7 +98,7 @@ def plan(call: Call, shape: Shape) -> Launch:
         together = tile is not None and splits == 1 and programs > choice.left * processors
     number = 0 if tile is None else _tiles(g, run, tile)
     lists = 1 if call.block_indices.stride()[-2] == 0 else g.HKV
-    early = gpu.runs_ptx(device) and capability >= 90 and compiler.gdc_wait is not None
+    early = ptx and capability >= 90 and compiler.gdc_wait is not None
     pairs = g.pairs and sizes.pairs(rows.BLOCK_G, rows.BLOCK_DV)
     shared: dict[str, Any] = {
         "G": g.G, "D": g.D, "Dv": g.Dv, "HKV": g.HKV, "SIZE": size, "LAYOUT": g.layout, "PAGE": g.page,

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from nsa.kernels.query_major.tiles import FULL, MAX_SPLITS, most_heads, split_count
-from nsa.kernels.shared.device import shared_bytes
+from nsa.kernels.shared.device import SHARED_BYTES
 from nsa.kernels.shared.sizes import Worth, padded
 
 LARGEST = 16  # keys of a small block
@@ -79,7 +79,7 @@ def choose(
     """Tile and splits of the kernel for single rows.
 
     Args:
-        capability, processors: of the GPU, as `device.limits` tells.
+        capability, processors: of the GPU, as `device.chip` tells.
         itemsize, q_itemsize: bytes of an element of K and of q.
         bound: places for keys in a row.
         rows: (token, KV head) pairs.
@@ -105,7 +105,7 @@ def choose(
     warps = choice.warps or (2 if narrow and block_l <= 32 and block_d + block_dv < 512 else 4)
     stages = choice.stages or 3
     stages = stages if pipelined else 1
-    budget = shared_bytes(capability) - block_g * (block_d + block_l) * max(q_itemsize, 2) - 4096
+    budget = SHARED_BYTES[capability] - block_g * (block_d + block_l) * max(q_itemsize, 2) - 4096
     key_bytes = (block_d + block_dv) * (3 if itemsize == 1 and block_g >= 64 else itemsize)
     while stages > 2 and (stages - 1) * block_l * key_bytes > budget:
         stages -= 1
@@ -140,7 +140,7 @@ def unions(
     warps = choice.union_warps or 4
     stages = choice.union_stages or 2
     key_bytes = (block_d + block_dv) * (itemsize + 2 if itemsize == 1 else itemsize)
-    budget = shared_bytes(capability) - rows * (block_d + block_n) * max(q_itemsize, 2) - 4096
+    budget = SHARED_BYTES[capability] - rows * (block_d + block_n) * max(q_itemsize, 2) - 4096
     while stages > 2 and stages * block_n * key_bytes > budget:
         stages -= 1
     while block_n > 16 and stages * block_n * key_bytes > budget:

@@ -36,8 +36,7 @@ class Union(Family):
             return None
         g, size = shape, call.block_size
         assert size is not None
-        capability, _ = gpu.limits(call.q.device)
-        tile = tiles.select(capability, call.q.dtype.itemsize, g.G, g.D, g.Dv, g.n, size)
+        tile = tiles.select(gpu.chip(call.q.device).capability, call.q.dtype.itemsize, g.G, g.D, g.Dv, g.n, size)
         fits = tile is not None and tiles.fits(g.S_kv, size)
         return schedules.why(call, shape, device_name, self.name, KEY_MAJOR.name) if fits else None
 
@@ -61,7 +60,7 @@ class Union(Family):
             return False
         if pin is not None and pin.by_row is not None:
             return bool(pin.by_row)
-        return schedules.rest_of(call, shape, gpu.gpu_name(call.q.device) or "") == QUERY_MAJOR.name
+        return schedules.rest_of(call, shape, gpu.chip(call.q.device).name or "") == QUERY_MAJOR.name
 
 
 FAMILY = Union()

@@ -67,7 +67,7 @@ def plan(call: Call, shape: Shape, rest: Any) -> Launch:
     """
     g, device, dtype, block_size = shape, call.q.device, call.q.dtype, call.block_size
     assert block_size is not None
-    capability, _ = gpu.limits(device)
+    capability = gpu.chip(device).capability
     pin = call.settings.pin.get("union")
     exact = isinstance(pin, Exact)
     tile = tiles.select(capability, dtype.itemsize, g.G, g.D, g.Dv, g.n, block_size, None if exact else pin)

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from nsa.kernels.shared import sizes
-from nsa.kernels.shared.device import shared_bytes
+from nsa.kernels.shared.device import SHARED_BYTES
 from nsa.kernels.shared.sizes import Worth, next_power_of_2, padded
 
 MOST_TOKENS = 16  # of a tile; a mask of its tokens must fit 32 bits
@@ -15,15 +15,16 @@ MOST_BLOCKS = 1 << 26  # of a sequence; the block and the token of an entry must
 
 WORTH = Worth(cost=64, gain=3)
 WORTH_LONG = Worth(cost=32, gain=1)  # blocks of more than 64 keys, which key-major reads faster
-"""``gain`` is multiplied by the query heads of a token. A tile with 16 heads may have 48 blocks for 64 listed ones (32
-if blocks are long). On an H100 such a union takes about as long as its rows in key-major (docs/notebook/union.md)."""
+"""``gain`` is multiplied by the query heads of a token. A tile of tokens with 16 heads each may have 48 blocks for 64
+listed ones (32 if blocks are long). On an H100 such a union takes about as long as its rows in key-major
+(docs/notebook/union.md)."""
 
 
 class Choice(NamedTuple):
     """What a sweep varies."""
 
-    rows: int = 64  # query rows of a tile
-    keys: int = 64  # keys of a tile
+    rows: int = 64  # query rows of a tile of tokens
+    keys: int = 64  # keys of a tile of keys
     warps: int = 4
     stages: int = 3
     worth: Worth = WORTH
@@ -51,7 +52,7 @@ def select(
     """Tile of a call whose rows list ``n`` blocks of ``size`` keys; None if no tile holds two tokens.
 
     Args:
-        capability, itemsize: as for :func:`nsa.kernels.query_major.tiles.select`.
+        capability: as `device.chip` tells. itemsize: bytes of an element of q.
     """
     chosen = choice or Choice()
     heads, slots = next_power_of_2(G), next_power_of_2(n)
@@ -67,9 +68,8 @@ def select(
     block_n = min(chosen.keys, 64 if narrow and itemsize == 2 else 32)
     block_n = min(block_n, max(16, size)) if size & (size - 1) == 0 else block_n
     stages = chosen.stages
-    while stages > 1 and stages * block_n * (block_d + block_dv) * itemsize + rows * block_d * itemsize > shared_bytes(
-        capability
-    ):
+    of_q, of_stage = (tile * itemsize for tile in (rows * block_d, block_n * (block_d + block_dv)))
+    while stages > 1 and stages * of_stage + of_q > SHARED_BYTES[capability]:
         stages -= 1
     padded_heads = max(heads, 16 // tokens)
     tma = capability == 90 and itemsize == 2 and narrow and tokens * padded_heads >= 64

@@ -199,8 +199,7 @@ def _pretend(architecture: Architecture) -> Launches:
     driver.set_active(_AbsentGPU(architecture))
     JITFunction.run = warm_up
     subprocess.run = overhear  # type: ignore[assignment]
-    device.limits = lambda device: (architecture.capability, architecture.processors)  # type: ignore[assignment]
-    device.gpu_name = lambda device: architecture.gpu  # type: ignore[assignment]
+    device.chip = lambda device: architecture.chip  # type: ignore[assignment]
     return launches
 
 

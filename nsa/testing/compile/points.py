@@ -23,12 +23,16 @@ class Architecture:
     name: str  # sm_90, gfx942
     backend: str  # Triton's: cuda or hip
     target: int | str
-    capability: int  # as `device.limits` returns it
+    capability: int  # as `device.chip` tells
     processors: int  # number of multiprocessors, which decides whether keys are split
     since: tuple[int, int]  # the first Triton that compiles for it on any machine
     gpu: str | None = None  # the GPU whose table of tiles is compiled too
     largest_cluster: int = 0
     warp: int = 32
+
+    @property
+    def chip(self) -> device.Chip:
+        return device.Chip(self.capability, self.processors, self.gpu, self.backend == "cuda")
 
     @property
     def shared_bytes(self) -> int:

@@ -187,7 +187,7 @@ def judge(
 ) -> Verdict:  # fmt: skip
     """A benchmark that is more than 10% worse in two measurements is a FAIL, or AMBIGUOUS if there is reason for doubt.
 
-    It is also a FAIL if it passes beside its baseline, and is in two measurements that much worse than its best.
+    One that passes beside its baseline is a FAIL, too, if two measurements are that much worse than its best ratio.
 
     Args:
         again: measures once more and returns the `(old, new)` to compare. Called only if the first measurement is more

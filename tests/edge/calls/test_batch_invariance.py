@@ -103,7 +103,8 @@ def test_alone_and_in_company(draw, device, monkeypatch, source, schedule):
 @pytest.mark.usefixtures("fresh_plans")
 def test_beside_a_longer_row(monkeypatch, device, source):
     """Keys of all rows lie in one tensor, whose length would choose tiles where no `max_selected` is given."""
-    monkeypatch.setattr(device_facts, "gpu_name", lambda device: H100)
+    chip = device_facts.chip(device)._replace(name=H100)
+    monkeypatch.setattr(device_facts, "chip", lambda device: chip)
     n = [100, 900]
     g = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, 64, generator=g).half().to(device)

@@ -44,10 +44,10 @@ def main() -> None:
     for family in (*FAMILIES, *BACKWARDS):  # a family that leans on another is planned after it
         type(family).plan = recorded(type(family).plan)
     report = {}
-    gpus = [chip for chip in points.ARCHITECTURES.values() if chip.backend == "cuda"]
-    for chip, point in [(gpu, x) for gpu in gpus for x in points.points(gpu, "full" if gpu.name == WHOLE else "quick")]:
-        device_facts.limits = lambda device, chip=chip: (chip.capability, chip.processors)
-        device_facts.gpu_name = lambda device, chip=chip: chip.gpu
+    nvidia = [x for x in points.ARCHITECTURES.values() if x.backend == "cuda"]
+    of_all = [(x, points.points(x, "full" if x.name == WHOLE else "quick")) for x in nvidia]
+    for gpu, point in [(x, point) for x, of_one in of_all for point in of_one]:
+        device_facts.chip = lambda device, chip=gpu.chip: chip
         seen.clear()
         child._call(point)
         wanted = list(seen)
@@ -71,7 +71,7 @@ def main() -> None:
             alike = [y for y in seen if y["kernel"] == x["kernel"]]
             found = x in alike
             differs = {} if found else {key: (x[key], [y[key] for y in alike]) for key in x}
-            report[f"{chip.name} {point.id} {x['kernel']}"] = {"differs": differs, "cluster": x["cluster"]}
+            report[f"{gpu.name} {point.id} {x['kernel']}"] = {"differs": differs, "cluster": x["cluster"]}
     print(json.dumps(report))
 
 

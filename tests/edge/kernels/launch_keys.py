@@ -94,7 +94,7 @@ def main() -> None:
 
     kernel.run = run
     combine._combine_kernel.run = lambda *args, **keywords: None
-    device_facts.limits = lambda device: (90, 132)
+    device_facts.chip = lambda device: device_facts.Chip(90, 132, None, True)
     routing.why_not_triton = lambda device: None
     report = {}
     for source in ("ranges", "blocks", "blocks of all sizes"):

@@ -165,7 +165,7 @@ def test_a_call_of_many_units_takes_three_launches(monkeypatch):
     assert [lists(512, 64), lists(513, 64)] == [1, 3]
     assert [lists(64, 8192), lists(64, 8193)] == [1, 3]
     assert [lists(512, 64, 16), lists(512, 64, 32)] == [1, 3]
-    monkeypatch.setattr(device_facts, "limits", lambda device: (device_facts.AMD, 304))
+    monkeypatch.setattr(device_facts, "chip", lambda device: device_facts.Chip(device_facts.AMD, 304, None, False))
     assert lists(512, 64) == 3
 
 
@@ -249,7 +249,7 @@ def test_where_memory_is_scarce_windows_are_shorter(call, small, memory, caplog)
 )
 def test_less_may_be_fewer_heads_at_once(monkeypatch, G, HKV, n, T, block, within, found):
     """Of the shape of a long prompt in bf16 on an H100, which no machine here has the memory for."""
-    monkeypatch.setattr(device_facts, "limits", lambda device: (90, 132))
+    monkeypatch.setattr(device_facts, "chip", lambda device: device_facts.Chip(90, 132, None, False))
     q, k = (torch.empty(1, T, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (G * HKV, HKV))
     blocks = torch.empty(1, T, HKV, n, dtype=torch.int32, device="meta")
     launch = key_major.plan(Call(q, k, k, block_indices=blocks, block_size=block))

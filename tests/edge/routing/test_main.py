@@ -105,7 +105,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: GPU)
     monkeypatch.setattr(nsa.routing, "why_not_triton", lambda device: None)
     monkeypatch.setattr(sources, "architecture", lambda device: "sm_90")
-    monkeypatch.setattr(device_facts, "limits", lambda device: (90, 132))
+    monkeypatch.setattr(device_facts, "chip", lambda device: device_facts.Chip(90, 132, GPU, True))
     settings.reload()
     yield tmp_path / "nsa" / "gpus" / "nvidia-h100-80gb-hbm3.yaml"
     monkeypatch.undo()

@@ -225,7 +225,7 @@ def test_what_pays_fits(sequences, S_kv, packed, block_size):
 def gpu(monkeypatch):
     """A GPU of that name, which can run Triton, wherever tensors lie."""
     monkeypatch.setattr(routing, "_device_facts", lambda device: (GPU, "heads_as_queries", None))
-    monkeypatch.setattr(device_facts, "limits", lambda device: (90, 132))
+    monkeypatch.setattr(device_facts, "chip", lambda device: device_facts.Chip(90, 132, GPU, True))
 
 
 def planned(
@@ -359,7 +359,7 @@ def test_union_where_it_serves(folder, gpu, shape, want):
 @pytest.mark.parametrize(("capability", "want"), [(90, "union"), (80, "key_major")])
 def test_union_of_long_keys_is_for_hopper(folder, gpu, monkeypatch, capability, want):
     """With D = 192 only tiles of 64 rows hold two tokens of 32 heads, and only a Hopper GPU has room for them."""
-    monkeypatch.setattr(device_facts, "limits", lambda device: (capability, 108))
+    monkeypatch.setattr(device_facts, "chip", lambda device: device_facts.Chip(capability, 108, None, True))
     folder(UNION)
     with nsa.configure(sel_triton_min_L=0):
         assert planned(S=1024, G=32, D=192, Dv=128).route == want
@@ -368,7 +368,7 @@ def test_union_of_long_keys_is_for_hopper(folder, gpu, monkeypatch, capability, 
 @pytest.mark.parametrize(("capability", "want"), [(90, "union"), (80, "query_major")])
 def test_long_keys_have_the_costs_of_their_tiles(folder, gpu, monkeypatch, capability, want):
     """With D = 192 and Dv = 128 tiles are those of narrow head dims on Hopper, and those of wide ones elsewhere."""
-    monkeypatch.setattr(device_facts, "limits", lambda device: (capability, 108))
+    monkeypatch.setattr(device_facts, "chip", lambda device: device_facts.Chip(capability, 108, None, True))
     folder(f"{{narrow: {OF_THREE}, wide: {{query_major: {{calls: 1}}, union: {{calls: 4}}}}}}")
     with nsa.configure(sel_triton_min_L=0):
         assert planned(S=1024, G=16, D=192, Dv=128).route == want
