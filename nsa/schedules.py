@@ -59,15 +59,19 @@ def _costs_of(costs: gpu.Costs, job: Job) -> Kind:
 
 def times(of: Kind, job: Job) -> dict[str, float]:
     """The time of a call by schedule, whose rows share as many blocks as the job says."""
-    found = {name: _sum(of[name], work(job, name)) for name in (QUERY_MAJOR, KEY_MAJOR) if name in of}
-    counts = of_union(job, found) if UNION in of else {}
+    found = _without_union(of, job)
+    counts = of_union(of, job) if UNION in of else {}
     return found | ({UNION: _sum(of[UNION], counts)} if counts else {})
 
 
-def of_union(job: Job, others: Mapping[str, float]) -> dict[str, float]:
-    """The work of union, with the time of what serves its other rows. ``others``: times of the other schedules."""
-    counts = work(job, "union")
-    return counts and counts | {REST: counts[REST] * others.get(rest(others, job), 0.0)}
+def _without_union(of: Kind, job: Job) -> dict[str, float]:
+    return {name: _sum(of[name], work(job, name)) for name in (QUERY_MAJOR, KEY_MAJOR) if name in of}
+
+
+def of_union(of: Kind, job: Job) -> dict[str, float]:
+    """The work of union, and the time of what serves its other rows; {} without a tile, or without costs of that."""
+    counts, server = work(job, UNION), rest(of, job)
+    return {} if not counts or server not in of else counts | {REST: counts[REST] * _sum(of[server], work(job, server))}
 
 
 def _sum(costs: Mapping[str, float], counts: Mapping[str, float]) -> float:
@@ -91,23 +95,21 @@ def why(call: Call, shape: Shape, device_name: str, schedule: str, *others: str)
     return text if _own(costs, device_name) else f"{text} ({device_name} was not measured)"
 
 
-def rest(times: Mapping[str, float], job: Job) -> str:
-    """The schedule that serves the rows that unions leave, by the expected times of the others.
+def rest(of: Kind, job: Job) -> str:
+    """The schedule that serves the rows that unions leave: query-major or key-major, as if these rows shared no block.
 
-    Key-major does in a ragged batch whose steps query-major serves already, and for too few rows to fill half of an
-    H100 with query-major's programs, one a row.
+    Key-major serves them in a ragged batch whose steps query-major serves already. It also serves them if they are too
+    few to fill half of an H100 with query-major's programs, one a row.
     """
+    times = _without_union(of, job._replace(shared=0.0))
     known = not job.steps and 2 * job.rows >= PROCESSORS and {*times} >= {QUERY_MAJOR, KEY_MAJOR}
     return QUERY_MAJOR if known and times[QUERY_MAJOR] * REST_MARGIN <= times[KEY_MAJOR] else KEY_MAJOR
 
 
 def rest_of(call: Call, shape: Shape, device_name: str) -> str:
-    """:func:`rest` for a call with blocks, assuming that the rows left share none. Raises as :func:`why`."""
+    """:func:`rest` for a call with blocks. Raises as :func:`why`."""
     known = _known(call, shape, device_name)
-    if known is None:
-        return "key_major"
-    costs, job = known
-    return rest(times(_costs_of(costs, job), job), job)
+    return KEY_MAJOR if known is None else rest(_costs_of(*known), known[1])
 
 
 def _known(call: Call, shape: Shape, device_name: str) -> tuple[gpu.Costs, Job] | None:
@@ -149,7 +151,7 @@ def describe(device_name: str) -> str:
     """How schedules are chosen on a GPU, as a line for `python -m nsa`."""
     costs = measured(device_name)
     if costs is None:
-        return "query-major everywhere: costs were not measured"
+        return "query-major, except for small blocks: costs were not measured"
     by = "" if _own(costs, device_name) else f" on {costs.provenance['gpu']}, not on this GPU,"
     return f"by costs; measured{by} {costs.provenance['date']}, {costs.provenance['shapes']}, {costs.path}"
 

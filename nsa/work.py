@@ -1,7 +1,7 @@
 """What each schedule does for a call, counted from the sizes of the call. `nsa/gpu.py` stores what a unit of it costs.
 
-Tiles and splits are those of an H100 without a table, on every GPU, also for costs that a user measured. The exception
-are head dims whose tiles are narrow on Hopper only (`sizes.narrow`): elsewhere the tiles of wide head dims are counted.
+Tiles and splits are those of an H100 without a table, on every GPU, also for costs that a user measured. Only head dims
+whose tiles are narrow on Hopper alone (`sizes.narrow`) are counted with the GPU's own tiles.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ def capability_of(capability: int, D: int, Dv: int) -> int:
 def work(job: Job, schedule: str) -> dict[str, float]:
     """What one of the `SCHEDULES` does for a call, in millions unless the name says otherwise; {} if it has no tile.
 
-    ``_each`` is what the longest program does, or as long as it takes a row to be merged: the time of few programs. A
-    step is a tile of keys. Numbers and products are counted with head dims as long as those of tiles, except
-    ``numbers_of_blocks``. ``_wgmma``, ``_mma``: products of tiles that use `wgmma`, and of tiles that do not. A term
-    whose work changes gets another name, so that costs measured for the old work are not read (`nsa/gpu.py`).
+    ``_each`` counts the work of the longest program, or of the longest merge of a row, which decides the time of calls
+    of few programs. A step is a tile of keys. Numbers and products are counted with head dims as long as those of
+    tiles, except ``numbers_of_blocks``. ``_wgmma``, ``_mma``: products of tiles that use `wgmma`, and of tiles that do
+    not. A term whose work changes gets another name, so that costs of the old work are not read (`nsa/gpu.py`).
     """
     return {QUERY_MAJOR: _query_major, KEY_MAJOR: _key_major, UNION: _union}[schedule](job)
 
@@ -168,6 +168,7 @@ def _union(job: Job) -> dict[str, float]:
     return {
         "calls": 1.0,
         "sorted": tiles * slots * math.log2(slots) / 1e6,
+        "sorted_each": slots * math.log2(slots) ** 2 / 1e6,
         "steps_each": each / 1e6,
         "products_each_wgmma": each * products * tile.TMA,
         "products_each_mma": each * products * (not tile.TMA),

@@ -9,13 +9,14 @@ import pytest
 from nsa import gpu, schedules, settings
 from nsa.testing import regret
 from nsa.tuning import costs
-from nsa.work import NAMES
+from nsa.work import SCHEDULES, work
 
 TRUE = {
     "query_major": {"calls": 5.0, "numbers": 0.25},
     "key_major": {"calls": 40.0, "numbers_of_blocks": 0.5, "products": 0.005},
     "union": {"calls": 30.0, "products_wgmma": 0.003, "products_mma": 0.003, "rest": 1.0},
 }
+WITHOUT_UNION = {name: TRUE[name] for name in SCHEDULES[:2]}
 FACTS = {"gpu": "NVIDIA Nobody 1", "torch": "2.11.0", "triton": "3.6.0", "commit": "abc123"}
 
 
@@ -30,7 +31,7 @@ def rows(count=160, noise=0.0):
             "D": case.D, "Dv": case.Dv, "block_size": case.block_size, "n": case.n, "shared": case.shared,
             "paged": shape.paged, "fp8": shape.fp8,
         }  # fmt: skip
-        us = schedules.times(TRUE if not shape.fp8 else {name: TRUE[name] for name in NAMES[:2]}, costs.job(row))
+        us = schedules.times(TRUE if not shape.fp8 else WITHOUT_UNION, costs.job(row))
         found.append(row | {"us": {name: x * 2 ** r.uniform(-noise, noise) for name, x in us.items()}})
     return found
 
@@ -88,6 +89,25 @@ def test_the_choice_is_as_fast_as_the_fastest(fitted):
     first = [row["us"]["query_major"] / min(row["us"].values()) for row in measured]  # were there no costs
     assert statistics.median(held_out) < 1.1
     assert statistics.mean(held_out) < statistics.mean(first) / 2
+
+
+def test_rows_without_a_union_are_priced_as_the_schedule_that_serves_them():
+    """The host chooses that schedule as if these rows shared no block, whatever their neighbours share."""
+    jobs = [costs.job(row) for row in rows() if not row["fp8"]]
+    alone = [[schedules.times(WITHOUT_UNION, job._replace(shared=x)) for x in (0.0, 0.9)] for job in jobs]
+    assert any(min(a, key=a.get) != min(b, key=b.get) for a, b in alone), "else the overlap decides nothing"
+    for job in (job for job in jobs if "union" in schedules.times(TRUE, job)):
+        served = {schedules.rest(TRUE, job._replace(shared=x)) for x in (0.0, 0.5, 0.9)}
+        assert len(served) == 1
+        (name,) = served
+        left = work(job, "union")["rest"]
+        assert schedules.of_union(TRUE, job)["rest"] == left * schedules.times(WITHOUT_UNION, job)[name]
+
+
+def test_a_schedule_without_costs_of_what_it_leans_on_is_not_chosen():
+    for job in (costs.job(row) for row in rows() if not row["fp8"]):
+        without = {name: TRUE[name] for name in ("query_major", "union")}
+        assert "union" not in schedules.times(without, job)
 
 
 def test_a_few_odd_times_do_not_decide():

@@ -14,10 +14,10 @@ AMD = 942
 
 
 class _Known(dict[int, int]):
-    """An unknown capability has the smallest value."""
+    """An unknown NVIDIA GPU has the smallest value of those known."""
 
     def __missing__(self, capability: int) -> int:
-        return min(self.values())
+        return min(self[known] for known in self if known != AMD)
 
 
 SHARED_BYTES = _Known({
@@ -39,7 +39,7 @@ class Chip(NamedTuple):
 
 @lru_cache(maxsize=64)
 def chip(device: torch.device) -> Chip:
-    """The facts of a device. Interpreted kernels get the sizes of an H100."""
+    """The facts of a device. A CPU, where kernels are interpreted, has the sizes of an H100."""
     if device.type != "cuda":
         return Chip(90, 132, None, False)
     properties, amd = torch.cuda.get_device_properties(device), torch.version.hip is not None

@@ -70,8 +70,10 @@ def plan(call: Call, shape: Shape, rest: Any) -> Launch:
     capability = gpu.chip(device).capability
     pin = call.settings.pin.get("union")
     exact = isinstance(pin, Exact)
-    tile = tiles.select(capability, dtype.itemsize, g.G, g.D, g.Dv, g.n, block_size, None if exact else pin)
-    tile = tiles.Tile(*pin.tile) if exact else tile
+    if exact:
+        tile: tiles.Tile | None = tiles.Tile(*pin.tile)
+    else:
+        tile = tiles.select(capability, dtype.itemsize, g.G, g.D, g.Dv, g.n, block_size, pin)
     if tile is None or not tiles.fits(g.S_kv, block_size):
         raise DoesNotFit(f"union: no tile for {g.n} blocks a row, {g.G} query heads a KV head and {g.S_kv} keys")
     pins = {"union": Exact(tuple(tile)), **rest.pins}
@@ -86,7 +88,7 @@ def plan(call: Call, shape: Shape, rest: Any) -> Launch:
     lists, *unions = _variants(kinds, tile, steps, **shared)
     _, *by_pointers = _variants(kinds, tile._replace(TMA=False), steps, **shared)
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, size, *g.strides, g.pages, g.stride_tb) <= INT32_MAX
-    worth = ALWAYS if exact else tiles.worth(block_size) if pin is None else pin.worth
+    worth = ALWAYS if exact else (pin and pin.worth) or tiles.worth(block_size)
     worth = worth._replace(gain=worth.gain * tile.HEADS)
     tiles_of_call, listed = -(-g.tokens // tile.TOKENS), g.HKV * tile.TOKENS * tile.SLOTS
     at_once = tiles_at_once(tiles_of_call, 8 * listed)

@@ -27,7 +27,7 @@ class Choice(NamedTuple):
     keys: int = 64  # keys of a tile of keys
     warps: int = 4
     stages: int = 3
-    worth: Worth = WORTH
+    worth: Worth | None = None  # None: by the block size
     by_row: bool | None = None  # whether query-major serves the rows without a union; None: the costs say
 
 

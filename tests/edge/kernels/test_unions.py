@@ -312,6 +312,18 @@ def test_key_major_beside_unions(prompt, device, way):
         way.check(*given, **selection)
 
 
+@forward
+@pytest.mark.parametrize("size", [16, 128])
+def test_a_pin_of_tiles_leaves_alone_which_unions_are_read(prompt, device, way, pin, size):
+    """A sweep of tiles must read the unions that calls without a pin read."""
+    call = Call(*prompt()[:3], block_indices=blocks_of(device, *[[0, 3]] * 8)["block_indices"], block_size=size)
+    alone = OF_SCHEDULE["union"].plan(call, shape_of(call), "union")
+    pin(union=tiles.Choice(rows=32))
+    call = call._replace(settings=settings.get())
+    pinned = OF_SCHEDULE["union"].plan(call, shape_of(call), "union")
+    assert pinned.worth == alone.worth
+
+
 @pytest.mark.parametrize("way", [ByRow], ids=["by_row"], indirect=True)
 def test_query_major_beside_unions(prompt, device, way, pin):
     """It leaves out rows that are served. A program holds a whole row even if splits are pinned: without its parts, a

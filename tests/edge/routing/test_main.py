@@ -272,7 +272,7 @@ def test_doctor_says_what_nobody_measured(gpu, monkeypatch, tmp_path):
     packaged.unlink()
     settings.reload()
     lines = doctor.report()
-    assert "schedules  query-major everywhere: costs were not measured" in lines
+    assert "schedules  query-major, except for small blocks: costs were not measured" in lines
     assert "tiles      by rules: this GPU was not swept" in lines
     assert lines[-2] == "  not measured on this GPU: threshold and costs"
 
