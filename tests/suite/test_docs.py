@@ -179,8 +179,8 @@ def test_the_gpus_that_were_measured_are_named():
     names = sorted(gpu.read(file).threshold.provenance["gpu"] for file in gpu.PACKAGED.glob("*.yaml"))
     for page in (ROOT / "README.md", USING):
         text = " ".join(page.read_text(encoding="utf-8").split())
-        assert f"Measured so far: {', '.join(names)}. On" in text
-        assert f"{gpu.DEFAULT_MIN_L} keys" in text.partition("Measured so far: ")[2][:200]
+        assert f"ships for: {', '.join(names)}. On" in text
+        assert f"{gpu.DEFAULT_MIN_L} keys" in text.partition("ships for: ")[2][:200]
 
 
 def test_words_of_when_something_is_off_are_printed():
