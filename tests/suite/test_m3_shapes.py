@@ -173,6 +173,7 @@ def test_a_run_ends_with_a_line_for_each_shape():
         ["decode-B8,", "eager", "35.0", *"----"],
     ]
     assert lines[start + 4] == "m3-decode-B8, eager: vllm not timed: wrong: error 1 > bound 0.1"
+    assert not any("comparators not timed" in line for line in lines), "told once"
     assert not any("of ceiling" in line for line in lines), "in a table of their own, and in no other"
 
 

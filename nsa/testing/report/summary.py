@@ -25,7 +25,8 @@ def lines(facts: list[Fact]) -> list[str]:
         for fact in kinds["m3"]
         for name, reason in (fact.get("left_out") or {}).items()
     ]
-    text += [*_left_out(facts), *_threshold(facts)]
+    told = {id(fact) for fact in kinds["m3"]}
+    text += [*_left_out(fact for fact in facts if id(fact) not in told), *_threshold(facts)]
     if rows := [fact["regret"] for fact in facts if fact.get("regret")]:
         from nsa.testing import regret  # here, because it imports Triton
 
@@ -71,7 +72,7 @@ def _notes(infos: list[Fact]) -> list[str]:
     return [str(fact["note"]) for fact in noted]
 
 
-def _left_out(facts: list[Fact]) -> list[str]:
+def _left_out(facts: Iterable[Fact]) -> list[str]:
     """The comparators that were not timed and why: the three most frequent pairs."""
     counts = Counter(
         f"{name}, {reason.partition(':')[0]}" for fact in facts for name, reason in (fact.get("left_out") or {}).items()
