@@ -101,7 +101,7 @@ def variants(monkeypatch, fresh_plans) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     make = query_major.Variant
     monkeypatch.setattr(query_major, "Variant", lambda *args: made.append(args[1]) or make(*args))
-    query_major._variant.cache_clear()
+    query_major._variants.cache_clear()
     return made
 
 

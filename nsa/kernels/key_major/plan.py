@@ -105,17 +105,14 @@ def plan(call: Call, shape: Shape | None = None, skips: bool = False, steps: Any
     listed = block_size or size  # not cut to S_kv, because S_kv must not change a row's tiles
     reads = g.tokens * n // max(likely, 1)
     pin = call.settings.pin.get("key_major")
-    exact = isinstance(pin, Exact)
-    choice = None if exact else pin
-    tile = key_tiles.select(
-        capability, dtype.itemsize, G, D, Dv, listed, choice, walk, call.k.dtype == E4M3, reads
-    )  # fmt: skip
+    if isinstance(pin, Exact):
+        tile = key_tiles.Tile(*pin.tile)
+    else:
+        tile = key_tiles.select(capability, dtype.itemsize, G, D, Dv, listed, pin, walk, call.k.dtype == E4M3, reads)
     bucket = span_bucket(n, S_kv)
     tiled = listed % tile.BLOCK_L == 0 and bucket * size + S_kv <= INT32_MAX
     farthest = sum((size - 1) * stride for size, stride in zip(call.q.shape, call.q.stride(), strict=True)) + D
     wide = farthest > WIDE_FROM
-    if exact:
-        tile = key_tiles.Tile(*pin.tile)
     walked = 0 if spans else n * tile.walked // 16
     slots -= walked
     sized = (g.tokens, HKV, G, D, Dv, dtype.itemsize, slots, blocks, tile.share, spans)
@@ -123,7 +120,7 @@ def plan(call: Call, shape: Shape | None = None, skips: bool = False, steps: Any
     # AMD GPUs take three launches, because one program relies on a barrier between its stores and its atomics, and that
     # was not checked on them.
     few = key_tiles.few(windows, g.B if ragged else 0) and not (spans or g.packed) and capability != gpu.AMD
-    if exact:
+    if isinstance(pin, Exact):
         bucket, tiled, wide, few = pin.more
     variants = _variants(
         (device, dtype, *call.dtypes(), skips or steps is not None), tile, bucket,
@@ -178,12 +175,8 @@ def _variants(
     if few:
         once = {name: shared[name] for name in ("LAYOUT", "CAUSAL")} | {"SHARE": tile.share, "CHUNK": ELEMENTS}
         lists = (Variant(inverse_index._lists_kernel, once, {"num_warps": 8}),)
-    return (
-        lists,
-        Variant(key_kernels._partial_kernel, partial, options),
-        Variant(key_kernels._merge_kernel, merge, merging),
-        Variant(key_kernels._merge_kernel, merge, merging),  # with LSE
-    )
+    without_lse, with_lse = (Variant(key_kernels._merge_kernel, merge, merging) for _ in range(2))
+    return lists, Variant(key_kernels._partial_kernel, partial, options), without_lse, with_lse
 
 
 def _sizes(g: Shape, w: key_tiles.Windows, dtype: torch.dtype) -> tuple[Size, ...]:

@@ -111,17 +111,13 @@ def plan(
     tiles_of_block = size // tile.BLOCK_L if single and source == TILED else 0
     # FAR: a key's offset may not fit int32. The last tile may begin at the last key, so masked keys count, too.
     far = (S_kv + size + tile.BLOCK_L) * max(g.strides[4], g.strides[7]) > INT32_MAX
-    kinds = device, dtype, *call.dtypes(), skips
-    variant, variant_lse = (
-        _variant(
-            (*kinds, with_lse), tile, splits if merged else 0, early, G=G, D=D, Dv=Dv,
-            SOURCE=source, LAYOUT=g.layout, PAGE=g.page, HKV=g.HKV, S_MANY=g.S > 1 and call.q.dim() == 4,
-            STEPS=sizes.STEPS if steps else 0, CAUSAL=causal,
-            CHUNKED=g.n > tile.SPANS and not tiles_of_block, FAR=far, SINGLE=tiles_of_block or int(single),
-            SPLIT=splits > 1, STRIDE_UNIT=g.unit, K_STEP=g.k_step, V_STEP=g.v_step,
-            PAIRS=g.pairs and sizes.pairs(tile.BLOCK_G, tile.BLOCK_DV),
-        )
-        for with_lse in (False, True)
+    variant, variant_lse = _variants(
+        (device, dtype, *call.dtypes(), skips), tile, splits if merged else 0, early, G=G, D=D, Dv=Dv,
+        SOURCE=source, LAYOUT=g.layout, PAGE=g.page, HKV=g.HKV, S_MANY=g.S > 1 and call.q.dim() == 4,
+        STEPS=sizes.STEPS if steps else 0, CAUSAL=causal,
+        CHUNKED=g.n > tile.SPANS and not tiles_of_block, FAR=far, SINGLE=tiles_of_block or int(single),
+        SPLIT=splits > 1, STRIDE_UNIT=g.unit, K_STEP=g.k_step, V_STEP=g.v_step,
+        PAIRS=g.pairs and sizes.pairs(tile.BLOCK_G, tile.BLOCK_DV),
     )  # fmt: skip
     programs = places * g.HKV * -(-G // tile.HEADS)
     grid = (programs, 1, 1) if merged else (programs, splits, 1)
@@ -134,8 +130,10 @@ def plan(
 
 
 @remembered
-def _variant(kinds: tuple[Any, ...], tile: tiles.Tile, cluster: int, early: bool, **decided: int) -> Variant:
-    """The kernel for a tile and the other compile-time arguments, ``decided``.
+def _variants(
+    kinds: tuple[Any, ...], tile: tiles.Tile, cluster: int, early: bool, **decided: int
+) -> tuple[Variant, ...]:
+    """The kernel for a tile and the other compile-time arguments, ``decided``, without and with LSE.
 
     Plans that differ only in sizes share a kernel, so that the first call with a longer cache does not launch slowly.
     Kernels for another device or other dtypes (``kinds``) are other entries of the cache.
@@ -159,7 +157,7 @@ def _variant(kinds: tuple[Any, ...], tile: tiles.Tile, cluster: int, early: bool
     constexprs.update(EARLY=early, OVERLAP=early and split and not cluster)
     if early:
         options["launch_pdl"] = True
-    return Variant(query_kernels._fwd_kernel, constexprs, options, cluster, shared)
+    return tuple(Variant(query_kernels._fwd_kernel, constexprs, options, cluster, shared) for _ in range(2))
 
 
 def largest_cluster(chip: gpu.Chip) -> int:

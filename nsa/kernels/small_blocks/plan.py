@@ -42,7 +42,7 @@ class Unions(NamedTuple):
 class Launch(NamedTuple):
     """All that shapes, strides and dtypes decide about a call."""
 
-    rows: tuple[Variant, Variant]  # without LSE, and with it
+    rows: tuple[Variant, ...]  # without LSE, and with it
     device: torch.device
     splits: int
     grid: tuple[int, int, int]
@@ -105,13 +105,10 @@ def plan(call: Call, shape: Shape) -> Launch:
         "CAUSAL": call.causal, "STRIDE_UNIT": g.unit, "K_STEP": g.k_step, "V_STEP": g.v_step, "INPUT_PRECISION": "ieee",
     }  # fmt: skip
     kinds = device, dtype, *call.dtypes()
-    of_rows = [
-        _rows(
-            (*kinds, tile is None, lse), rows, splits > 1, early, PAIRS=pairs, ALIKE=alike,
-            TOKENS=tile.TOKENS if tile is not None and together else 0, **shared,
-        )
-        for lse in (False, True)
-    ]  # fmt: skip
+    of_rows = _rows(
+        (*kinds, tile is None), rows, splits > 1, early, PAIRS=pairs, ALIKE=alike,
+        TOKENS=tile.TOKENS if tile is not None and together else 0, **shared,
+    )  # fmt: skip
     unions = None
     if tile is not None:
         blocks = -(-g.S_kv // size)
@@ -127,7 +124,7 @@ def plan(call: Call, shape: Shape) -> Launch:
     narrow = max(g.B, g.S, g.S_kv, g.HKV, g.n, g.tokens, *g.strides, g.pages, g.stride_tb, *(steps or ())) <= INT32_MAX
     more = (splits, None if tile is None else tuple(tile), alike, together)
     return Launch(
-        (of_rows[0], of_rows[1]), device, splits, grid, g, run, lists, steps, narrow,
+        of_rows, device, splits, grid, g, run, lists, steps, narrow,
         1.0 / math.sqrt(g.D), alike, pairs, unions, unions is not None, {"small_blocks": Exact(tuple(rows), more)},
     )  # fmt: skip
 
@@ -167,14 +164,16 @@ def steps_of(selection: Tensor) -> tuple[int, int] | None:
 
 
 @remembered
-def _rows(kinds: tuple[object, ...], tile: tiles.Rows, split: bool, early: bool, **decided: Any) -> Variant:
-    """The kernel for rows. Kernels for another device or other dtypes, or with other tensors absent (``kinds``), are
-    other entries of the cache.
+def _rows(
+    kinds: tuple[object, ...], tile: tiles.Rows, split: bool, early: bool, **decided: Any
+) -> tuple[Variant, ...]:
+    """The kernel for rows, without and with LSE. Kernels for another device or other dtypes, or with other tensors
+    absent (``kinds``), are other entries of the cache.
     """
     constexprs = decided | {name: getattr(tile, name) for name in tile._fields if name.isupper()}
     constexprs |= {"SPLIT": split, "EARLY": early, "OVERLAP": early and split}
     options = {"num_warps": tile.warps, "num_stages": tile.stages} | ({"launch_pdl": True} if early else {})
-    return Variant(kernels._rows_kernel, constexprs, options)
+    return tuple(Variant(kernels._rows_kernel, constexprs, options) for _ in range(2))
 
 
 @remembered

@@ -56,10 +56,8 @@ class Union(Family):
         pin = pins.get(self.name)
         if isinstance(pin, Exact):
             return KEY_MAJOR.name not in pins
-        if has_steps(call, shape):
-            return False
         if pin is not None and pin.by_row is not None:
-            return bool(pin.by_row)
+            return bool(pin.by_row) and not has_steps(call, shape)
         return schedules.rest_of(call, shape, gpu.chip(call.q.device).name or "") == QUERY_MAJOR.name
 
 
