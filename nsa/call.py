@@ -135,7 +135,8 @@ class Call(NamedTuple):
             None if lengths is None
             else (type(lengths), lengths.shape, lengths.dtype, lengths.device, lengths.stride()),
             None if table is None else (type(table), table.shape, table.dtype, table.device, table.stride()),
-            None if k_scale is None and v_scale is None else scales_metadata(k_scale, v_scale),
+            None if k_scale is None and v_scale is None
+            else tuple(None if x is None else metadata(x) for x in (k_scale, v_scale)),
         )  # fmt: skip
 
     @staticmethod
@@ -154,8 +155,3 @@ class Call(NamedTuple):
 def metadata(x: Any) -> tuple[Any, ...]:
     """Class, shape, dtype, device and strides of a tensor. The class says whether a kernel may read its memory."""
     return type(x), x.shape, x.dtype, x.device, x.stride()
-
-
-def scales_metadata(k_scale: Any, v_scale: Any) -> tuple[Any, ...]:
-    """What :func:`metadata` says of the scales of a cache, of which one may be None."""
-    return tuple(None if x is None else metadata(x) for x in (k_scale, v_scale))

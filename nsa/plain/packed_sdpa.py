@@ -106,7 +106,10 @@ def packed_sdpa(call: Call, bound: int | None = None, layout: str = "heads_as_qu
     if scale <= 0:  # SDPA's CUDA kernels subtract the maximum of unscaled scores: a negative scale overflows
         queries, scale = (-queries, -scale) if scale < 0 else (queries * 0, 1.0)
     N = queries.shape[0]
-    k_scale, v_scale = (_of_rows(x, HKV, N) for x in (call.k_scale, call.v_scale))
+    k_scale, v_scale = (  # one number, or one for each KV head, becomes one for each row
+        None if x is None else x.reshape(-1).expand(HKV).repeat(N // HKV)[:, None, None]
+        for x in (call.k_scale, call.v_scale)
+    )
     scaled = queries if k_scale is None else (queries * k_scale).to(q.dtype)
     lengths = spans.lengths().view(-1)
     L, masked = sp.max_length(lengths, bound) if e4m3 else _slots(lengths, bound)
@@ -172,11 +175,6 @@ def _most(call: Call, bound: int | None, n: int) -> int | None:
     room = call.k.shape[-3] * (1 if call.block_table is None else call.block_table.shape[1])
     held = n * (room if call.block_size is None or room < call.block_size else call.block_size)
     return held if bound is None or held < bound else bound
-
-
-def _of_rows(scale: Tensor | None, HKV: int, N: int) -> Tensor | None:
-    """A scale, one number or one for each KV head, for each of ``N`` packed rows: ``[N, 1, 1]``."""
-    return None if scale is None else scale.reshape(-1).expand(HKV).repeat(N // HKV)[:, None, None]
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -126,9 +126,12 @@ def publish(request: pytest.FixtureRequest, benchmark: Any, compiled_ahead: None
     def publish(
         group: str, samples: timing.Timing, info: dict[str, Any], again: Again | None = None, core: bool = True
     ) -> None:
-        slower = None
-        if core:
-            samples, info, slower = hooks.judged(config, name, samples, info, again)
+        slower, gate = None, config.stash[hooks.gate_key] if core else None
+        if gate is not None:
+            try:
+                samples, info, slower = gate.judge(name, samples, info, again)
+            except ValueError as error:
+                pytest.fail(str(error), pytrace=False)
         benchmark.group = group
         benchmark.extra_info.update(info)
         timing.feed(benchmark, samples)

@@ -33,17 +33,14 @@ def check_values(config: pytest.Config) -> None:
     given = {name: value for name, value in vars(config.option).items() if name.startswith(("nsa_", "benchmark_"))}
     given.pop("benchmark_netrc", None)  # its default is empty
     for name, value in given.items():
-        if any(map(_empty, value if isinstance(value, list) else [value])):
+        values = value if isinstance(value, list) else [value]
+        if any(x == Path("") or (isinstance(x, str) and not x.strip()) for x in values):
             typed = TYPED.get(name, f"{spelled(name)}=VALUE")
             raise pytest.UsageError(f"{spelled(name)}: its value is empty: type {typed}, or leave the option out")
     for name, others in NEEDS.items():
         if given.get(name) and not any(map(given.get, others)):
             needed = " or ".join(spelled(other) for other in others if other in given and other != "nsa_recording")
             raise pytest.UsageError(f"{spelled(name)} needs {needed}: add it, or leave out {spelled(name)}")
-
-
-def _empty(value: object) -> bool:
-    return (isinstance(value, str) and not value.strip()) or value == Path("")
 
 
 def check(config: pytest.Config) -> None:

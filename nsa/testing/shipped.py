@@ -9,10 +9,11 @@ checkout included, warnings are errors. It does not affect other tests, nor othe
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import types
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """First, so that `-m` sees the marks."""
-    for root in folders(config):
-        _mark_by_folder(items, root)
-
-
-def _mark_by_folder(items: Iterable[pytest.Item], root: Path) -> None:
-    """Mark each test below `root` with those names of `FOLDERS` whose folders contain it."""
-    for item in items:
+    """Mark each test of ours with those of `FOLDERS` that contain it. First, so that `-m` sees the marks."""
+    for root, item in itertools.product(folders(config), items):
         path = item.path.resolve()
         if path.is_relative_to(root):
             for folder in set(FOLDERS) & set(path.relative_to(root).parts[:-1]):

@@ -109,7 +109,6 @@ class Launch(NamedTuple):
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """All that a call may launch."""
         groups = (self, *(group for group in (self.parts, self.alone, self.unions) if group is not None))
         return tuple(variant for group in groups for variant in group.kernels.values())
 

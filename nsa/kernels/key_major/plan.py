@@ -61,7 +61,6 @@ class Launch(NamedTuple):
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """All that a call may launch."""
         steps = () if self.steps is None else self.steps.variants
         return (*self.lists, self.partial, self.merge, self.merge_lse, *steps)
 
@@ -99,8 +98,11 @@ def plan(call: Call, shape: Shape | None = None, skips: bool = False, steps: Any
     size, blocks, slots = key_tiles.grid("key_major", g.B, S_kv, HKV, n, block_size, g.packed, g.bound)
     capability = gpu.chip(device).capability
     ragged = g.layout == RAGGED
-    chunks = _chunks(g, call.max_seqlen_q) if ragged else 1  # sequences whose queries `g.S` counts
-    likely = blocks // max(g.B, 1) * chunks if ragged else blocks
+    chunks, likely = 1, blocks
+    if ragged:  # how many sequences probably have units, if each has at most `longest` queries
+        longest = max(call.max_seqlen_q or 1, -(-g.tokens // max(g.B, 1)), 1)
+        chunks = min(g.B, max(1, (2 * g.tokens + longest) // (2 * longest)))
+        likely = blocks // max(g.B, 1) * chunks
     walk = key_tiles.walks(g.S, S_kv * chunks, call.settings.batch_invariant)
     listed = block_size or size  # not cut to S_kv, because S_kv must not change a row's tiles
     reads = g.tokens * n // max(likely, 1)
@@ -134,12 +136,6 @@ def plan(call: Call, shape: Shape | None = None, skips: bool = False, steps: Any
         *variants, device, sized, windows, _sizes(g, windows, dtype), tile, g, size, narrow, 1.0 / math.sqrt(D), steps,
         likely, {"key_major": Exact(tuple(tile), (bucket, tiled, wide, few))} | ({} if steps is None else steps.pins),
     )  # fmt: skip
-
-
-def _chunks(g: Shape, longest: int | None) -> int:
-    """How many sequences of a ragged batch probably have units, if each has at most ``longest`` queries."""
-    longest = max(longest or 1, -(-g.tokens // max(g.B, 1)), 1)
-    return min(g.B, max(1, (2 * g.tokens + longest) // (2 * longest)))
 
 
 @remembered

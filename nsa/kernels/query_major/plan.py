@@ -51,7 +51,6 @@ class Launch(NamedTuple):
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """All that a call may launch."""
         return self.variant, self.variant_lse
 
     def serve(self, call: Call, route: str | None, served: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -49,7 +49,6 @@ class Launch(NamedTuple):
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """All that a call may launch."""
         return tuple(self.kernels.values())
 
 

@@ -65,7 +65,6 @@ class Launch(NamedTuple):
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """All that a call may launch."""
         return self.rows if self.unions is None else (*self.rows, self.unions.list, *self.unions.unions)
 
 

@@ -52,7 +52,6 @@ class Launch(NamedTuple):
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """All that a call may launch."""
         return (self.list, *self.unions, *self.by_pointers, *self.rest.variants)
 
 
@@ -79,7 +78,10 @@ def plan(call: Call, shape: Shape, rest: Any) -> Launch:
     pins = {"union": Exact(tuple(tile)), **rest.pins}
     tiled = block_size % tile.BLOCK_N == 0
     size = min(block_size, -(-max(g.S_kv, 1) // tile.BLOCK_N) * tile.BLOCK_N)  # no tiles past the last key
-    tile = tile._replace(TMA=tile.TMA and TMA and tiled and _tma_reads(call, g, tile))
+    # TMA takes strides of K and V that are positive multiples of 16 bytes. A tile must lie in one page.
+    aligned = g.unit * call.k.dtype.itemsize % 16 == 0 and g.page % tile.BLOCK_N == 0
+    apart = all(min(x.stride()[:-1]) > 0 and x.numel() > 0 for x in (call.k, call.v))
+    tile = tile._replace(TMA=tile.TMA and TMA and tiled and aligned and apart)
     shared: dict[str, Any] = {
         "G": g.G, "D": g.D, "Dv": g.Dv, "LAYOUT": g.layout, "PAGE": g.page, "CAUSAL": call.causal, "TILED": tiled,
         "ONE_TILE": block_size <= tile.BLOCK_N, "STRIDE_UNIT": g.unit, "INPUT_PRECISION": "ieee",
@@ -101,12 +103,6 @@ def plan(call: Call, shape: Shape, rest: Any) -> Launch:
         lists, tuple(unions), tuple(by_pointers), device, tile, worth, g, size, tiles_of_call, at_once, room,
         narrow, 1.0 / math.sqrt(g.D), rest, pins,
     )  # fmt: skip
-
-
-def _tma_reads(call: Call, g: Shape, tile: tiles.Tile) -> bool:
-    """Whether TMA takes the strides of K and V: positive multiples of 16 bytes. A tile must lie in one page."""
-    aligned = g.unit * call.k.dtype.itemsize % 16 == 0 and g.page % tile.BLOCK_N == 0
-    return aligned and all(min(x.stride()[:-1]) > 0 and x.numel() > 0 for x in (call.k, call.v))
 
 
 @remembered

@@ -77,7 +77,10 @@ def ours(backend: str = "triton") -> Trainee:
 @functools.cache
 def beside() -> tuple[Trainee, ...]:
     """The comparators: dense causal attention by cuDNN and flash, and fla-core if it is installed."""
-    found = [Trainee(name, _dense(name), prefill.plain, selects=False) for name in prefill.BACKENDS]
+    found = [
+        Trainee(name, partial(prefill.attend, backend), prefill.plain, selects=False)
+        for name, backend in prefill.BACKENDS.items()
+    ]
     if of_fla := functions(FLA, "ParallelNSAFunction"):
 
         def fla(p: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -87,13 +90,6 @@ def beside() -> tuple[Trainee, ...]:
 
         found.append(Trainee("fla", fla, fla_supports))
     return tuple(found)
-
-
-def _dense(name: str) -> Attend:
-    def attend(p: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return prefill.attend(p, prefill.BACKENDS[name], q, k, v)
-
-    return attend
 
 
 def train(

@@ -93,11 +93,7 @@ def record(release: str, architecture: str, kernels: int, date: str, commit: str
         "# What the kernels compile for, by Triton release, as `python -m nsa.testing.compile --record` writes it.",
         "passed:" if known else "passed: []",
     ]
-    for e in sorted(known, key=lambda e: (_order(e["triton"]), e["arch"])):
+    for e in sorted(known, key=lambda e: ([*map(int, e["triton"].split("."))], e["arch"])):
         fields = f'triton: "{e["triton"]}", arch: {e["arch"]}, kernels: {e["kernels"]}, date: {e["date"]}'
         lines.append(f'- {{{fields}, commit: "{e["commit"]}", sources: "{e.get("sources", "")}"}}')
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _order(release: str) -> tuple[int, ...]:
-    return tuple(int(x) for x in release.split("."))

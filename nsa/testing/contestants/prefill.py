@@ -109,7 +109,7 @@ def _call(backend: SDPBackend) -> Any:
     return call
 
 
-def attend(p: Problem, backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend(backend: SDPBackend, p: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Dense causal attention, differentiable. If `_with_gqa` says so, heads are expanded within the call."""
     gqa = _with_gqa(p, backend)
     if not gqa and p.case.H > 1:

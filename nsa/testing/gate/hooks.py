@@ -14,9 +14,8 @@ from pytest_benchmark.storage.file import FileStorage
 
 from nsa.testing import options, refusals
 from nsa.testing.clock.guard import undetectable
-from nsa.testing.clock.timing import Timing
 from nsa.testing.gate import against, children, store, words
-from nsa.testing.gate.run import Again, Gate, Info
+from nsa.testing.gate.run import Gate
 from nsa.testing.gate.store import Baseline, Key
 from nsa.testing.machine import commit, under_test
 from nsa.testing.options import STORAGE
@@ -191,17 +190,6 @@ def compared_with(config: pytest.Config) -> list[Path]:
 
 
 # --- verdicts --------------------------------------------------------------------------------------------------------
-
-
-def judged(
-    config: pytest.Config, name: str, samples: Timing, info: Info, again: Again | None
-) -> tuple[Timing, Info, str | None]:
-    """Judge a benchmark if this run is gated. Returns the samples and facts to store, and why its test has to fail."""
-    gate = config.stash[gate_key]
-    try:
-        return (samples, info, None) if gate is None else gate.judge(name, samples, info, again)
-    except ValueError as error:
-        pytest.fail(str(error), pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -120,11 +120,6 @@ def overlap(fact: Fact) -> float:
     return float(fact.get("shared") or 0.0)
 
 
-def kernel_of(fact: Fact) -> str | None:
-    """The route of our kernel that ran, or the name of the contestant."""
-    return ", ".join(sorted(fact.get("launched") or ())) or fact.get("impl")
-
-
 def fallback(fact: Fact) -> bool:
     """Whether a benchmark times the path that Triton replaces."""
     return fact.get("impl") == thresholds.REPLACED
@@ -165,7 +160,7 @@ COLUMNS: dict[str, list[Column]] = {
         HEADS,
         _key("T", "S"),
         OVERLAP,
-        Column("kernel", kernel_of),
+        Column("kernel", lambda fact: ", ".join(sorted(fact.get("launched") or ())) or fact.get("impl")),
         _ours(_milliseconds),
         _key("ns/token", "ns_per_token", ".1f", "page"),
         _key("TFLOP/s", "tflops", ".0f"),
