@@ -246,8 +246,6 @@ def _check_sequences(
                 raise ValueError(f"cu_seqlens_k: expected {expected}, got {list(cu_k.shape)}")
             if cu_k is cu_q and window > 1:
                 raise TypeError("cu_seqlens: expected a pair (of queries, of index keys) with window > 1, got a tensor")
-        elif k.shape[0] != B:
-            raise ValueError(f"k: expected [B, rows, HK, D] with B={B}, got {list(k.shape)}")
         rows = k.shape[-3]
     else:
         if cu_k is not None:
@@ -263,7 +261,8 @@ def _check_sequences(
             if rows < 1:
                 raise ValueError(f"k: expected pages of one key or more, got {list(k.shape)}")
             rows *= table.shape[1]
-        elif k.shape[0] != B:
-            raise ValueError(f"k: expected [B, rows, HK, D] with B={B}, got {list(k.shape)}")
+    batched = cu_q is None if cache_seqlens is None else table is None
+    if batched and k.shape[0] != B:
+        raise ValueError(f"k: expected [B, rows, HK, D] with B={B}, got {list(k.shape)}")
     if rows * stride + window > validate.MAX_ROOM:
         raise ValueError(f"k: expected index keys of {validate.MAX_ROOM} tokens or fewer, got {rows} of {stride} each")

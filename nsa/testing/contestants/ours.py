@@ -24,23 +24,12 @@ def only(*sources: str) -> Support:
     return supports
 
 
-def _heads(out: Tensor | None, p: Problem) -> Tensor | None:
-    return None if out is None else out.view(-1, p.case.H, p.case.Dv)
-
-
-def _dense(entry: Callable[..., Any]) -> Call:
+def _packed(entry: Callable[..., Any], varlen: bool = False) -> Call:
     def call(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
-        Q, K, V, _ = p.rows
-        return entry(Q, K, V, scale=p.scale, return_lse=return_lse, out=_heads(out, p))
-
-    return call
-
-
-def _varlen(entry: Callable[..., Any]) -> Call:
-    def call(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
-        Q, K, V, cu = p.varlen
-        L = p.case.L
-        return entry(Q, K, V, cu, max_selected=L, scale=p.scale, return_lse=return_lse, out=_heads(out, p))
+        Q, K, V, ends = p.varlen if varlen else p.rows
+        more = {"cu_seqlens": ends, "max_selected": p.case.L} if varlen else {}
+        heads = None if out is None else out.view(-1, p.case.H, p.case.Dv)
+        return entry(Q, K, V, **more, scale=p.scale, return_lse=return_lse, out=heads)
 
     return call
 
@@ -98,10 +87,10 @@ def _small(case: Case) -> str | None:
 OURS = {
     impl.name: impl
     for impl in (
-        Contestant("dense_group", _dense(nsa.sel_attn_fwd_dense_group), "query_major", only("rows"), poison=True),
-        Contestant("dense_per_head", _dense(nsa.sel_attn_fwd_dense), "per_head", only("rows"), poison=True),
-        Contestant("varlen_group", _varlen(nsa.sel_attn_fwd_varlen_group), "query_major", PACKED, poison=True),
-        Contestant("varlen_per_head", _varlen(nsa.sel_attn_fwd_varlen), "per_head", PACKED, poison=True),
+        Contestant("dense_group", _packed(nsa.sel_attn_fwd_dense_group), "query_major", only("rows"), poison=True),
+        Contestant("dense_per_head", _packed(nsa.sel_attn_fwd_dense), "per_head", only("rows"), poison=True),
+        Contestant("varlen_group", _packed(nsa.sel_attn_fwd_varlen_group, True), "query_major", PACKED, poison=True),
+        Contestant("varlen_per_head", _packed(nsa.sel_attn_fwd_varlen, True), "per_head", PACKED, poison=True),
         Contestant("ranges", front_door("triton"), "query_major", poison=True),
         Contestant("ranges_unbounded", front_door("triton", bound=False), "query_major", poison=True),
         Contestant("ranges_per_head", front_door("triton", "per_head"), "per_head", poison=True),
