@@ -80,8 +80,8 @@ def plan(call: Call, shape: Shape, rest: Any) -> Launch:
     size = min(block_size, -(-max(g.S_kv, 1) // tile.BLOCK_N) * tile.BLOCK_N)  # no tiles past the last key
     # TMA takes strides of K and V that are positive multiples of 16 bytes. A tile must lie in one page.
     aligned = g.unit * call.k.dtype.itemsize % 16 == 0 and g.page % tile.BLOCK_N == 0
-    apart = all(min(x.stride()[:-1]) > 0 and x.numel() > 0 for x in (call.k, call.v))
-    tile = tile._replace(TMA=tile.TMA and TMA and tiled and aligned and apart)
+    positive = all(min(x.stride()[:-1]) > 0 and x.numel() > 0 for x in (call.k, call.v))
+    tile = tile._replace(TMA=tile.TMA and TMA and tiled and aligned and positive)
     shared: dict[str, Any] = {
         "G": g.G, "D": g.D, "Dv": g.Dv, "LAYOUT": g.layout, "PAGE": g.page, "CAUSAL": call.causal, "TILED": tiled,
         "ONE_TILE": block_size <= tile.BLOCK_N, "STRIDE_UNIT": g.unit, "INPUT_PRECISION": "ieee",
