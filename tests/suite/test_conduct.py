@@ -122,7 +122,7 @@ def remembering():
     known = {}
 
     def kernel(q, k, v, *, return_lse=False, **how):
-        key = k.data_ptr(), return_lse and "cache_seqlens" not in how
+        key = k.data_ptr(), return_lse and how.get("cache_seqlens") is None
         known.setdefault(key, right(q, k, v, **how, return_lse=True))
         return known[key] if return_lse else known[key][0]
 

@@ -317,6 +317,17 @@ def test_over_a_cache(device, kernel, how, page):
         over_a_cache(wrong, STEPS, device, page, **how)
 
 
+def test_arguments_of_a_cache_are_none_in_calls_without_one(device):
+    def kernel(q, k, v, ranges, causal, scale, cache_seqlens, block_table):
+        """An adapter whose arguments have no defaults."""
+        assert cache_seqlens is None is block_table
+        return right(q, k, v, ranges=ranges, causal=causal, scale=scale, cu_seqlens=None)
+
+    one = named.of_function("mine:kernel", kernel, Contract(caches=("pages",)), declared=True)
+    p = Case(2, 16, 16, 24, 6, "mixed", "fp32", HKV=2, S=3, S_kv=40).make(device)
+    named.prove(one, p, Oracle.of(p), "O")
+
+
 @pytest.mark.parametrize(("promise", "argument"), [("fp8", "k_scale"), ("ragged", "cu_seqlens_q")])
 def test_a_cache_that_the_signature_cannot_take_is_refused(promise, argument):
     def kernel(q, k, v, *, block_indices, block_size, causal, scale, cache_seqlens):

@@ -30,7 +30,7 @@ ARGUMENTS = {
     "rows": ("scale", "return_lse"),
     "varlen": ("cu_seqlens", "scale", "return_lse"),
 }
-"""Arguments of a call beside q, k and v, by source. A call over a cache also has those in `OF_CACHES`."""
+"""Arguments of a call beside q, k and v, by source. If a contract has caches, a call also has those in `OF_CACHES`."""
 OF_CACHES = ("cache_seqlens", "block_table", "cu_seqlens_q", "max_seqlen_q", "k_scale", "v_scale")
 UNDECLARED = {"": "ranges", "blocks": "blocks", "dense": "rows"}
 
@@ -110,7 +110,7 @@ def of_function(name: str, f: Callable[..., Any], contract: Contract, declared: 
 
     def call(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
         qkv, rest = _of(p, contract.takes)
-        result = f(*qkv, **_chosen(passed, rest | {"return_lse": return_lse}))
+        result = f(*qkv, **_chosen(passed, dict.fromkeys(OF_CACHES) | rest | {"return_lse": return_lse}))
         return answer(result, (*qkv[0].shape[:-1], p.case.Dv), qkv[0].dtype, return_lse)
 
     def cached(q: Tensor, cache: Any, return_lse: bool = False, **selection: Any) -> Any:
