@@ -14,7 +14,9 @@ from nsa.plain.oracle import selection_reference
 from nsa.testing.contestants import named
 from nsa.testing.contestants.contract import Contract
 from nsa.testing.judge.conduct import tensors
+from nsa.testing.judge.forward import Oracle
 from nsa.testing.matrix.case import Case
+from nsa.testing.suite.edge.test_inputs import strided
 from nsa.testing.suite.edge.test_inputs import test_inputs_that_change_in_place as in_place
 from nsa.testing.suite.parity.test_promises import over_a_cache
 from nsa.testing.suite.parity.test_promises import test_triton_sel_parity_gradients as gradients
@@ -98,6 +100,22 @@ def test_a_kernel_that_spoils_an_input(test, case, name):
     stored = {"cu_seqlens[0]": "cu_seqlens", "cu_seqlens[1]": "cu_seqlens_k"}.get(name, name)
     with pytest.raises(AssertionError, match=f"^mine:kernel: wrote to its input {stored}$"):
         test(made(spoiling(name)), case.make("cpu"))
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_a_kernel_that_reads_values_with_strides_of_keys(head):
+    """`head`: it takes only the stride from head to head of the keys."""
+
+    def kernel(q, k, v, **how):
+        steps = (*v.stride()[:2], k.stride(2), 1) if head else k.stride()
+        return right(q, k, v.as_strided(v.shape, steps), **how)
+
+    problem = SPANS.make("cpu")
+    oracle = Oracle.of(problem)
+    named.prove(contestant(kernel), problem, oracle, "LSE")  # contiguous tensors of one shape do not tell
+    named.prove(contestant(right), strided(problem), oracle, "LSE")
+    with pytest.raises(named.Wrong):
+        named.prove(contestant(kernel), strided(problem), oracle, "LSE")
 
 
 def one_buffer(change=False):
