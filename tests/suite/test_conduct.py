@@ -184,6 +184,27 @@ def test_a_kernel_whose_results_are_in_memory_of_its_own(which):
         test(contestant(make()), **arguments)
 
 
+class ContiguousGradient(torch.autograd.Function):
+    """Passes `O` on. Reads its gradient from memory as if it were contiguous."""
+
+    @staticmethod
+    def forward(ctx, o):
+        return o.clone()
+
+    @staticmethod
+    def backward(ctx, do):
+        return do.as_strided(do.shape, torch.empty(do.shape).stride())
+
+
+def test_a_kernel_that_takes_the_gradient_of_o_for_contiguous():
+    def kernel(q, k, v, **how):
+        return ContiguousGradient.apply(right(q, k, v, **how))
+
+    gradients(contestant(kernel, needs=("contiguous",)), SPANS.make("cpu"))
+    with pytest.raises(AssertionError, match="^mine:kernel: .* right for a contiguous dO, not for a strided one"):
+        gradients(contestant(kernel), SPANS.make("cpu"))
+
+
 def test_an_output_without_a_gradient_that_is_promised():
     def kernel(q, k, v, **how):
         return right(q.detach(), k.detach(), v.detach(), **how)
