@@ -214,6 +214,14 @@ def test_an_output_without_a_gradient_that_is_promised():
         gradients(contestant(kernel), SPANS.make("cpu"))
 
 
+def test_an_input_without_a_gradient_that_is_promised():
+    def kernel(q, k, v, **how):
+        return right(q, k, v.detach(), **how)
+
+    with pytest.raises(AssertionError, match="^mine:kernel: promises gradients, and autograd gives none for dv$"):
+        gradients(contestant(kernel), SPANS.make("cpu"))
+
+
 def test_packed_rows_change_in_place():
     def rows(Q, K, V, scale, return_lse=False, **how):
         return nsa.sel_attn_fwd_dense(Q, K, V, scale=scale, return_lse=return_lse)

@@ -11,7 +11,7 @@ from nsa.testing.fixtures import *  # noqa: F403  (a fixture of a module precede
 from nsa.testing.fixtures import contested, lane_cases
 from nsa.testing.judge.conduct import copied, same_bits, tensors, untouched
 from nsa.testing.judge.forward import cached_parity
-from nsa.testing.judge.gradients import GradientOracle, assert_gradients
+from nsa.testing.judge.gradients import NAMES, GradientOracle, assert_gradients
 from nsa.testing.machine import current_lane
 from nsa.testing.matrix import caches
 from nsa.testing.matrix.case import Case
@@ -55,14 +55,17 @@ def test_triton_sel_parity_gradients(contestant, problem):
 
 
 def gradients(contestant, problem, do):
-    """`(dq, dk, dv)` of a contestant."""
+    """`(dq, dk, dv)` of a contestant. None of them may be missing."""
     leaves = [x.detach().clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]
     p = problem.with_tensors(*leaves)
     with untouched(contestant.name, p, {"dO": do}):
         out = contestant.run(p)
         if not out.requires_grad:
             raise Wrong(f"{contestant.name}: promises gradients, and its O has no grad_fn, so autograd stops there")
-        return torch.autograd.grad(out, leaves, do)
+        got = torch.autograd.grad(out, leaves, do, allow_unused=True)
+    if missing := [name for name, x in zip(NAMES, got, strict=True) if x is None]:
+        raise Wrong(f"{contestant.name}: promises gradients, and autograd gives none for {', '.join(missing)}")
+    return got
 
 
 @contested(lambda impl: some(impl, 5 * impl.contract.repeatable), promise="repeatable")
