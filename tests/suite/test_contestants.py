@@ -14,7 +14,7 @@ from nsa.testing.gate import hooks
 from nsa.testing.judge.forward import Oracle, fp64
 from nsa.testing.matrix.case import Case
 from nsa.testing.report import pages
-from nsa.testing.suite.parity.test_promises import over_a_cache
+from nsa.testing.suite.parity.test_promises import over, over_a_cache
 from nsa.testing.verdicts import KINDS, Tally, Verdicts
 
 from .small_project import configuration, off_gpu, verdicts, write
@@ -315,6 +315,17 @@ def test_over_a_cache(device, kernel, how, page):
     over_a_cache(one, STEPS, device, page, **how)
     with pytest.raises(AssertionError, match="mine:kernel on .*bound .*; the first at .*head"):
         over_a_cache(wrong, STEPS, device, page, **how)
+
+
+@pytest.mark.parametrize("source", ["blocks", "ranges"])
+def test_calls_over_a_cache_differ_in_all_that_a_contract_leaves_open(source):
+    contract = Contract(takes=(source,), caches=("pages",), fp8=True, ragged=True)
+    cases = over(named.of_function("mine:kernel", right, contract, declared=True))
+    for name, values in (("HKV", {1, 2}), ("H", {2, 4, 16}), ("D", {32, 64}), ("causal", {True, False})):
+        assert {getattr(case, name) for case in cases} == values
+    assert any(case.Dv < case.D for case in cases)
+    assert any(case.Dv > case.D for case in cases)
+    assert source == "ranges" or {case.block_size for case in cases} == {16, 32, 64, 128}
 
 
 def test_arguments_of_a_cache_are_none_in_calls_without_one(device):
