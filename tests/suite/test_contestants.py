@@ -301,13 +301,18 @@ def one_query_early(q, k, v, *, cu_seqlens_q, **how):
     return right(q, k, v, cu_seqlens_q=cu_seqlens_q, **how)
 
 
+def of_one_scale(q, k, v, **how):
+    """The scale is always that of D."""
+    return right(q, k, v, **how | {"scale": q.shape[-1] ** -0.5})
+
+
 FP8, RAGGED = {"fp8": True}, {"counts": (3, 0, 1, 5)}
 
 
 @pytest.mark.parametrize(
     ("kernel", "how"),
-    [(without("k_scale"), FP8), (without("v_scale"), FP8), (one_query_early, RAGGED)],
-    ids=["no k_scale", "no v_scale", "one query early"],
+    [(without("k_scale"), FP8), (without("v_scale"), FP8), (one_query_early, RAGGED), (of_one_scale, {})],
+    ids=["no k_scale", "no v_scale", "one query early", "one scale"],
 )
 @pytest.mark.parametrize("page", ["", 64])
 def test_over_a_cache(device, kernel, how, page):

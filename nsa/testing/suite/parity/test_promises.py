@@ -188,7 +188,7 @@ def a_cache(contract, case, device, page, fp8, counts, turn):
     keys = torch.cat([torch.full((count,), length) for length, count in ends]).view(B, S)
     limit = (at + 1 if case.causal else keys).clamp(min=0).to(device)
     p = with_limit(p, contract, limit)
-    q, chosen = p.q, p.picked | {"causal": p.causal, "scale": case.D**-0.5}
+    q, chosen = p.q, p.picked | {"causal": p.causal, "scale": case.D**-0.5 if "default scale" in needs else 0.3}
     if not counts:
         return (q, cache, chosen), caches.oracle(q, cache, **chosen)
     q, chosen = q[0], chosen | {name: chosen[name][0] for name in caches.PER_ROW if name in chosen}
