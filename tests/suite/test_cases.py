@@ -57,6 +57,12 @@ def test_rows_list_more_blocks_than_a_warp_loads_at_a_time():
     assert any(c.n > 32 for c in parity())
 
 
+def test_rows_list_blocks_of_more_keys_than_a_kernel_reads_at_a_time():
+    """A kernel may read only the first 64 keys of a block."""
+    assert any(c.source == "blocks" and c.block_size > 64 for c in small())
+    assert any(c.source == "blocks" and c.block_size > 64 for c in parity())
+
+
 @pytest.mark.parametrize("shared", [0.0, 0.5, 0.9])
 def test_blocks_of_a_long_prompt(device, shared):
     """The first and the own block always; causal, none twice, as many as there are; the same again by the same seed."""

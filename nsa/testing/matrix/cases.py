@@ -173,6 +173,7 @@ def small() -> list[Case]:
         Case(H, D, Dv, 2 * size + 3, 2, "many", dtype, source="blocks", S_kv=211, block_size=size)
         for (H, D, Dv, _, dtype), size in zip(rows, (16, 32, 64, 16, 32, 64, 16, 48), strict=True)
     ]
+    out += [Case(2, 64, 64, 256, 2, "many", "fp32", source="blocks", S_kv=500, block_size=128)]
     long = Case(2, 64, 64, 24, 12, "mixed", "fp32", HKV=2, S=3, S_kv=40)
     block = Case(4, 64, 32, 48, 12, "prefill", "fp16", HKV=2, S=3, S_kv=77, block_size=16)
     for c in (long, block):
