@@ -224,6 +224,18 @@ FAULTS = {
         lambda p: kernel(p, lists=lambda x: x[:-1]), lambda c: c.source == "blocks",
         "leaves out the last slot of a row's list of blocks",
     ),
+    "inclusive": (
+        lambda p: kernel(p, lists=lambda spans: [(a, b + 1) if a < b else (a, b) for a, b in spans]),
+        lambda c: c.source in ("ranges", "blocks"), "reads one key more at the end of each span",
+    ),
+    "blocks-of-64": (
+        lambda p: kernel(dataclasses.replace(p, block_size=64).choosing(p.block_indices)),
+        lambda c: c.source == "blocks" and c.block_size == 48, "takes blocks of 48 keys for blocks of 64",
+    ),
+    "one-tile-of-a-block": (
+        lambda p: kernel(p, span=lambda keys: keys[:64]), lambda c: c.source == "blocks" and c.block_size == 128,
+        "reads only the first 64 keys of each span",
+    ),
     "two-slots": (
         lambda p: kernel(p, lists=lambda x: x[:2]), lambda c: c.source == "blocks" and c.n > 3,
         "reads only the first 2 slots of a row's list of blocks",
@@ -532,7 +544,8 @@ def test_a_running_maximum_that_starts_at_0(dtype):
     (lambda lse, p: lse / math.log2(math.e), "gives the LSE times ln(2), as in base e where the contract says base 2"),
     (lambda lse, p: lse + 1, "is right except for the LSE"),
     (lambda lse, p: largest_score(p), "gives the largest score for the LSE"),
-], ids=["base-2", "base-e", "plus-1", "largest-score"])  # fmt: skip
+    (lambda lse, p: lse - largest_score(p).clamp(min=-1e6), "leaves the largest score out of the LSE"),
+], ids=["base-2", "base-e", "plus-1", "largest-score", "no-largest"])  # fmt: skip
 def test_an_lse_alone(change, text, dtype):
     for c in cases(dtype, lambda c: c.L > 1, 3):
         oracle = oracle_of(c)
@@ -563,6 +576,8 @@ def test_rows_that_select_nothing(source, dtype):
         of_lse = f"gives an LSE of {name} instead of -inf for rows that select nothing"
         assert diagnose((out, lse.masked_fill(empty, value)), oracle) == [of_lse]
         assert diagnose((nan, lse.masked_fill(empty, value)), oracle) == [f"{text} and {of_lse}"]
+    stale = out.masked_fill(empty[..., None], 0.5)
+    assert diagnose((stale, lse), oracle) == ["is right except for rows that select nothing"]
     masked = (out, lse.masked_fill(empty, -9997.2))  # a masked score of -1e4 is no maximum that was not subtracted
     assert FAULTS["exp"][2] not in diagnose(masked, oracle)
     less, _ = kernel(oracle.problem, row=lambda keys: keys[:-1])

@@ -44,6 +44,10 @@ def wrong_keys(e: Evidence) -> Iterator[Finding]:
         shorter = torch.stack((p.ranges[..., 0], p.ranges[..., 1] - 1), -1)
         text = "misses the last key of each span that causality leaves whole"
         yield instead(text, p, ranges=shorter, block_indices=None)
+    if p.case.source in ("ranges", "blocks"):
+        start, end = p.ranges.long().unbind(-1)
+        longer = torch.stack((start, end + (end > start)), -1)
+        yield instead("reads one key more at the end of each span", p, ranges=longer, block_indices=None)
     yield over_slots("misses the first key of a row", e, lambda r: r.slot > 0)
     yield from other_lists(p)
     yield over_slots("counts a key that is listed twice only once", e, lambda r: r.first_mention)
@@ -101,16 +105,23 @@ def other_lists(p: Problem) -> Iterator[Finding]:
     if blocks is not None:
         assert p.block_size is not None
         last = (bounds(p)[1].view(*p.q.shape[:-2], 1, 1) - 1).clamp(min=0) // p.block_size
+        rounded = 1 << (p.block_size - 1).bit_length()
+        for size in sorted({16, 32, 64, 128, rounded} - {p.block_size}):
+            other = dataclasses.replace(p, block_size=size).choosing(blocks)
+            yield instead(f"takes blocks of {p.block_size} keys for blocks of {size}", other)
         yield instead("takes padding (-1) for block 0", p.choosing(blocks.clamp(min=0)))
         yield instead("takes padding (-1) for the last block", p.choosing(torch.where(blocks < 0, last, blocks)))
 
 
 def partial_blocks(e: Evidence) -> Iterator[Finding]:
-    """Lengths rounded down or up to a whole number of tiles."""
+    """Lengths rounded down or up to a whole number of tiles, and spans of which one tile is read."""
 
     def whole(r: Reading, size: int, extent: str) -> Tensor:
         place, keys = r.extents[extent]
         return place < keys - keys % size
+
+    def first(r: Reading, size: int) -> Tensor:
+        return r.extents["each span"][0] < size
 
     def rounded_up(rows: Tensor, size: int) -> Answer:
         return e.right.pick(rows).beside((-e.oracle.seen.lengths[rows] % size).double().log()[:, None])
@@ -119,6 +130,8 @@ def partial_blocks(e: Evidence) -> Iterator[Finding]:
         for size in TILES:
             text = f"drops the last partial block of {size} keys of {extent}"
             yield over_slots(text, e, partial(whole, size=size, extent=extent))
+            if extent == "each span":
+                yield over_slots(f"reads only the first {size} keys of each span", e, partial(first, size=size))
     for size in TILES:
         text = f"counts empty slots of the last block of {size} keys as keys of score 0"
         yield Finding(text, partial(rounded_up, size=size))

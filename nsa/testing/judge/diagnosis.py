@@ -28,7 +28,7 @@ from nsa.testing.judge.counterfactual import (
     wrong_keys,
     wrong_scales,
 )
-from nsa.testing.judge.evidence import Answer, Evidence, Finding, Reading, differ, without_empty_rows
+from nsa.testing.judge.evidence import Answer, Evidence, Finding, Reading, differ, finite, without_empty_rows
 from nsa.testing.judge.forward import Oracle, Result
 
 ENOUGH = 16  # this many right elements cannot be due to chance
@@ -77,6 +77,13 @@ def _lse(e: Evidence) -> Iterator[Finding]:
         if int(e.oracle.seen.lengths.max()):
             largest = "gives the largest score for the LSE"
             yield Finding(largest, lambda rows: Answer(e.right.out[rows], e.read(rows).scores.amax(-1)))
+            yield Finding("leaves the largest score out of the LSE", partial(_lse_of_differences, e))
+
+
+def _lse_of_differences(e: Evidence, rows: Tensor) -> Answer:
+    """The right output, and as the LSE the logarithm of the sum of `exp(score - the largest score)`."""
+    right = e.right.pick(rows)
+    return Answer(right.out, right.lse - finite(e.read(rows).scores.amax(-1)))
 
 
 def _unwritten(e: Evidence) -> Iterator[Finding]:
@@ -93,6 +100,8 @@ def _partly_right(e: Evidence) -> Iterator[Finding]:
     """Right up to some column, head or query, or right except for the LSE. The least specific findings."""
     if not bool(e.off.any()):
         yield Finding("is right except for the LSE", weak=True)
+    if not bool(e.oracle.seen.lengths[e.wrong_rows].any()):
+        yield Finding("is right except for rows that select nothing", weak=True)
     for axis, start, _ in _tails(e):
         yield Finding(f"is right except for {axis} from {start} on", weak=True)
 
@@ -268,7 +277,7 @@ def _kv_heads(e: Evidence) -> Iterator[Finding]:
 
 
 FAMILIES: tuple[tuple[str | tuple[str, ...], Callable[[Evidence], Iterator[Finding]]], ...] = (
-    ("gives the", _lse),
+    (("gives the", "leaves the largest"), _lse),
     ("leaves", _unwritten),
     (("does not subtract", "starts the running"), _overflow),
     ("", wrong_keys),
