@@ -262,6 +262,23 @@ def test_a_wrong_gradient_is_named(judged, give, text, names):
         assert gradients.mistake(name, garbage, oracle, bounds[i]) == ""
 
 
+def test_gradients_of_keys_that_rows_list_twice_are_named():
+    """A scatter without addition: in dK and dV, each row adds to a key once."""
+    oracle = GradientOracle.of(SPANS.make("cpu"))
+    p, right = oracle.problem, [x.float() for x in oracle.exact]
+    times = gradients.multiplicity(p).repeat_interleave(p.case.H, 2).double()  # [B, S, HQ, keys]
+    assert bool((times > 1).any())
+    k, v = (x.double().repeat_interleave(p.case.H, 2) for x in (p.k, p.v))
+    scores = torch.einsum("bshd,bkhd->bshk", p.q.double(), k) * p.case.D**-0.5
+    weights = (scores - oracle.lse.double()[..., None]).exp().masked_fill(times == 0, 0.0)
+    dp = torch.einsum("bshd,bkhd->bshk", oracle.do.double(), v)
+    ds = weights * (dp - (oracle.do * oracle.o).double().sum(-1, keepdim=True)) * p.case.D**-0.5
+    for i, rows, x in ((1, ds, p.q), (2, weights, oracle.do)):
+        once = torch.einsum("bshk,bshd->bkhd", rows, x.double()).unflatten(2, (-1, p.case.H)).sum(3).float()
+        with pytest.raises(AssertionError, match=f"{NAMES[i]} counts a key that a row lists twice only once: error"):
+            assert_gradients(replaced(right, i, once), oracle, "wrong")
+
+
 @pytest.mark.parametrize("i", range(3), ids=NAMES)
 def test_a_gradient_that_nothing_asks_for_must_be_zero(judged, i):
     """A query whose row lists nothing, a key that no row lists: however little it is, it is not rounding."""

@@ -183,6 +183,8 @@ def _mistaken(oracle: GradientOracle) -> dict[str, list[tuple[str, Tensor]]]:
         "dv": [],
     }
     for name, weights, rows, x in (("dk", dS, Q, dk), ("dv", P, dO, dv)):
+        once = over_rows(weights / listed.clamp(min=1), rows, every, x)
+        found[name] += [("counts a key that a row lists twice only once", once)]
         if H > 1:
             found[name] += [("is the mean over the query heads of a KV head, not the sum", x / H)]
             for head, said in ((0, "first"), (H - 1, "last")):
