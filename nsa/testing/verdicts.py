@@ -257,6 +257,8 @@ class Verdicts:
         else:
             missing = impl.contract.not_promised()
             apart = f"; does not promise: {'; '.join(missing)}" if missing else ""
+            untested = "bf16" in impl.contract.dtypes and not any("-bf16" in case for case in right)
+            apart += "; bf16 is promised, and was not tested: that takes a GPU" if untested and self.whole else ""
             lines.append(f"{head}: right on {_cases(len(right))}{apart}")
         if tally.skipped:
             reason, _ = Counter(tally.skipped.values()).most_common(1)[0]

@@ -375,6 +375,17 @@ def test_a_promise_that_no_test_asked_for_is_named():
     assert len(said_of(Tally(right={"one"}, exercised=everything), whole=False, **how)) == 1, "a replay claims no more"
 
 
+def test_bf16_that_no_case_had_is_named():
+    """As without a GPU, where cases are of the other dtypes of a contract."""
+    untested = "; bf16 is promised, and was not tested: that takes a GPU"
+    cases = {f"H2-D16-Dv16-L24-fp16-{i}" for i in range(ENOUGH)}
+    [line] = said_of(Tally(right=cases, exercised={"O"}))
+    assert line.endswith(untested)
+    for seen, contract in ((cases, {"dtypes": ("fp16",)}), (cases | {"H2-D16-Dv16-L24-bf16"}, {})):
+        [line] = said_of(Tally(right=seen, exercised={"O"}), **contract)
+        assert untested not in line
+
+
 def test_findings_of_one_contestant_are_not_tried_first_on_another():
     """The last key of 17 in a row is the last partial block of 16, too."""
     oracle = Oracle.of(Case(2, 16, 16, 17, 3, "few", "fp32", causal=False).make("cpu"))
