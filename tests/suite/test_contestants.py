@@ -26,7 +26,7 @@ import torch
 
 from nsa.call import Call
 from nsa.plain.oracle import selection_reference
-from nsa.testing import contestant
+from nsa.testing import contestant, selector
 
 def right(q, k, v, *, ranges, causal, scale, return_lse=False):
     call = Call(q.double(), k, v, ranges=ranges, causal=causal, scale=scale, return_lse=True)
@@ -78,6 +78,10 @@ def other_words(q, k, v, *, spans, causal):
     pass
 
 not_callable = 3
+
+@selector(scores=("max",))
+def chooses(q, k, n, block_size, topk):
+    pass
 
 @contestant(takes=("ranges",))
 def one_causal(q, k, v, ranges, scale):
@@ -186,6 +190,7 @@ MISUSED = {
     "not-callable": ("mine:not_callable", "--nsa-impl mine:not_callable: expected a function, got a int"),
     "no-function-named": ("mine", "expected package.module:function"),
     "other-words": ("mine:other_words", r"missing a required .*argument: 'spans'"),
+    "selector": ("mine:chooses", r"passes q, k in order, .*\n.*argument: 'topk'"),
     "blocks": ("mine:of_blocks", r"'block_indices': type --nsa-impl mine:of_blocks@blocks, or declare"),
     "no-selection": ("mine:no_selection", "the contract needs an argument 'ranges'"),
     "contract-and-signature": ("mine:one_causal", "the contract needs an argument 'causal'"),

@@ -56,6 +56,7 @@ def load(spec: str) -> Contestant:
         raise ValueError(f"--nsa-impl {spec}: the module {module} ({file}) has no attribute {name!r}")
     found = getattr(imported, name)
     if isinstance(found, Declared) and isinstance(found.contract, selectors.Selects):
+        _named(spec, found.function, selectors.ARGUMENTS, "q, k")
         return selectors.of_function(spec, found.function, found.contract)
     if isinstance(found, Declared):
         return of_function(spec, found.function, found.contract, declared=True)
@@ -145,11 +146,11 @@ def _chosen(passed: frozenset[str], given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in passed}
 
 
-def _named(name: str, f: Callable[..., Any], words: Any) -> frozenset[str]:
+def _named(name: str, f: Callable[..., Any], words: Any, tensors: str = "q, k, v") -> frozenset[str]:
     """The arguments among `words` that the signature of `f` names; all of them if `f` takes any keyword.
 
     Raises:
-        ValueError: `f` cannot be called with q, k, v and these arguments alone.
+        ValueError: `f` cannot be called with `tensors` and these arguments alone.
     """
     try:
         signature = inspect.signature(f)
@@ -161,13 +162,14 @@ def _named(name: str, f: Callable[..., Any], words: Any) -> frozenset[str]:
     by_name = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     found = [word for word in words if word in by_name]
     try:
-        signature.bind(None, None, None, **dict.fromkeys(found))
+        signature.bind(*tensors.split(", "), **dict.fromkeys(found))
     except TypeError as e:
         more = f": type --nsa-impl {name}@blocks, or declare a contract (nsa.testing.contestant)"
         said = f"{e}{more if 'block_indices' in by_name and '@' not in name else ''}"
+        known = ", ".join(dict.fromkeys(words))
         raise ValueError(
             f"--nsa-impl {name}: its signature is {name.partition(':')[2].partition('@')[0]}{signature}\n"
-            f"the suite passes q, k, v in order, and by name those it has of {', '.join(dict.fromkeys(words))}\n{said}"
+            f"the suite passes {tensors} in order, and by name those it has of {known}\n{said}"
         ) from e
     return frozenset(found)
 

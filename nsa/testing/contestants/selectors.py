@@ -20,6 +20,7 @@ from nsa.testing.matrix.selecting import LAYOUTS, Selecting, drawn
 CASES = 60  # of a selector; with fewer than `fit.ENOUGH` it is not proved
 TRIED = 4000  # seeds
 ABSENT = ("weights", "lse", "scale", "q_positions", "cu_seqlens", "cache_seqlens", "block_table", "k_scale")
+ARGUMENTS = ("score", "n", "block_size", "lists", "window", "stride", "first", "newest", "tail", *ABSENT)
 LARGE = 20  # index keys of a block, up to which drawn sequences have several blocks
 
 
