@@ -16,7 +16,7 @@ from nsa.testing.contestants.contract import Contract
 from nsa.testing.judge.conduct import tensors
 from nsa.testing.judge.forward import Oracle
 from nsa.testing.matrix.case import Case
-from nsa.testing.suite.edge.test_inputs import strided
+from nsa.testing.suite.edge.test_inputs import far, strided, twisted
 from nsa.testing.suite.edge.test_inputs import test_inputs_that_change_in_place as in_place
 from nsa.testing.suite.parity.test_promises import over_a_cache
 from nsa.testing.suite.parity.test_promises import test_triton_sel_parity_gradients as gradients
@@ -116,6 +116,18 @@ def test_a_kernel_that_reads_values_with_strides_of_keys(head):
     named.prove(contestant(right), strided(problem), oracle, "LSE")
     with pytest.raises(named.Wrong):
         named.prove(contestant(kernel), strided(problem), oracle, "LSE")
+
+
+def test_a_kernel_that_cuts_spans_to_32_bits():
+    def kernel(q, k, v, *, ranges, **how):
+        return right(q, k, v, ranges=ranges.int(), **how)
+
+    p = far(SPANS.make("cpu"))
+    named.prove(contestant(right), p, Oracle.of(p), "LSE")
+    with pytest.raises(named.Wrong):
+        named.prove(contestant(kernel), p, Oracle.of(p), "LSE")
+    whole, narrow = ({twist for _, twist, _ in twisted(contestant(right, int64=x))} for x in (True, False))
+    assert whole - narrow == {"far"}
 
 
 def one_buffer(change=False):

@@ -56,11 +56,16 @@ def half_of_it(p: Problem) -> Problem:
 
 
 def noise(p: Problem) -> Problem:
-    """Reversed spans, spans before the first key and past the last, and the largest int32 numbers."""
-    far = 2**31 - 1 if p.block_indices is None else 2**27 - 2  # blocks that end within int32
+    """Reversed spans, spans before the first key and past the last, and the largest numbers of their dtype."""
+    far = torch.iinfo(p.ranges.dtype).max if p.block_indices is None else 2**27 - 2  # blocks that end within int32
     keys = p.k.shape[1] if p.block_indices is None else -(-p.k.shape[1] // p.block_size)
     ends = torch.tensor([-far, -1, 0, keys, far], device=p.q.device)[drawn(p, 0, 5, 0)]
     return p.choosing(torch.where(drawn(p, 0, 3, 1) == 0, ends, drawn(p, -keys, 2 * keys, 2)))
+
+
+def far(p: Problem) -> Problem:
+    """As `noise`, in int64: a kernel may not cut a number to 32 bits before it clamps it."""
+    return noise(dataclasses.replace(p, ranges=p.ranges.long()))
 
 
 def twice(p: Problem) -> Problem:
@@ -123,8 +128,8 @@ OF_ANY: dict[str, Twist] = {
     "strided": strided, "large-scores": large_scores, "negative-scores": negative_scores, "no-sequences": no_sequences,
 }  # fmt: skip
 OF_A_SELECTION: dict[str, Twist] = {
-    "nothing": nothing, "half": half_of_it, "noise": noise, "twice": twice, "one-key": one_key, "scaled": scaled,
-    "no-queries": no_queries,
+    "nothing": nothing, "half": half_of_it, "noise": noise, "far": far, "twice": twice, "one-key": one_key,
+    "scaled": scaled, "no-queries": no_queries,
 }  # fmt: skip
 TWISTS = OF_ANY | OF_A_SELECTION
 
@@ -132,7 +137,7 @@ TWISTS = OF_ANY | OF_A_SELECTION
 CALLS = 4  # with inputs that change in place
 NEEDED = {
     "strided": "contiguous", "large-scores": "small scores", "negative-scores": "small scores", "nothing": "nonempty",
-    "half": "nonempty", "noise": "visible", "twice": "distinct", "scaled": "default scale",
+    "half": "nonempty", "noise": "visible", "far": "visible", "twice": "distinct", "scaled": "default scale",
     "no-queries": "some queries", "no-sequences": "some queries",
 }  # fmt: skip
 """For each twist the need of a contract that excludes the twist."""
@@ -150,6 +155,7 @@ def twisted(impl):
         for twist in twists:
             unfair = twist in ("large-scores", "negative-scores") and case.dtype == "fp32"
             unfair = unfair or twist == "no-queries" and not impl.contract.chunks  # the call still has keys
+            unfair = unfair or twist == "far" and not (case.source == "ranges" and impl.contract.int64)
             if not unfair and NEEDED.get(twist) not in impl.contract.needs:
                 yield from ((case, twist, wanted) for wanted in returns(impl))
 
