@@ -201,6 +201,7 @@ class Verdicts:
             if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and (self.config.option.keyword or self.specs):
                 word = self.config.option.keyword
                 why = f"no test matches -k {word!r}" if word else "expected -m parity, which has tests of every kernel"
+                why += "; a test has no cases if the contract takes none of them" if word and self.specs else ""
                 terminalreporter.write_line(f"nothing ran: {why}")
 
     def _first_of_each_kind(self, reports: list[Any]) -> list[Any]:

@@ -152,6 +152,13 @@ def test_edge_has_no_test_of_a_selector_and_says_so(judged):
     assert "nothing ran: expected -m parity, which has tests of every kernel" in done.stdout
 
 
+def test_benchmarks_whose_cases_the_contract_of_the_page_does_not_take(judged):
+    done = judged("choose", some=("-m", "perf", "-k", "selecting"))
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
+    said = " ".join(done.stdout.split())
+    assert "no test matches -k 'selecting'; a test has no cases if the contract takes none of them" in said
+
+
 def test_wrong_selectors_are_red_and_told(judged):
     """Each by those of its cases that have 20 rows, a fifth. Ties are among integers; large blocks have neither."""
     done = judged(*WRONG, some=("-m", "parity", "-k", "rows20 or of_one_size or (upward and integers)"))
