@@ -48,6 +48,12 @@ def test_the_oracle_is_right(name):
     assert findings(oracle.select_reference(r), r, CASES[name].integers) == []
 
 
+def test_a_call_without_queries_is_right():
+    r = as_request(*dataclasses.replace(CASES["max"], queries=0, layout="cache").make("cpu"))
+    assert r.T == 0
+    assert findings(oracle.select_reference(r), r) == []
+
+
 @pytest.mark.parametrize("flaw", FLAWS)
 def test_each_flaw_is_red_and_told(flaw):
     r = made(SHOWN_BY.get(flaw, "max"))

@@ -57,7 +57,7 @@ def findings(out: Tensor, r: Request, integers: bool = False, tokens: Iterable[i
     if tuple(out.shape) != r.shape or out.dtype != torch.int32:
         return [Finding(0, 0, "shape", f"expected int32 {list(r.shape)}, got {out.dtype} {list(out.shape)}")]
     found = []
-    rows = out.reshape(r.T, r.lists, -1).cpu().tolist()
+    rows = out.reshape(r.T, r.lists, r.shape[-1]).cpu().tolist()
     for token in range(r.T) if tokens is None else tokens:
         row = oracle.row_of(r, token)
         for number, got in enumerate(rows[token]):
