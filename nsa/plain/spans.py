@@ -385,7 +385,8 @@ def ranges_from_blocks(block_indices: Tensor, block_size: int, seqlen_k: int | N
         top = min(top, seqlen_k)
     block_size = min(block_size, max(top, 1))
     # A block whose end would overflow the dtype is beyond any tensor. Its span is empty, as is that of padding.
-    inside = (block_indices >= 0) & (block_indices < top // block_size + int(seqlen_k is not None))
+    blocks = top // block_size if seqlen_k is None else -(-top // block_size)
+    inside = (block_indices >= 0) & (block_indices < blocks)
     start = torch.where(inside, block_indices, 0) * block_size
     length = torch.where(inside, (top - start).clamp(max=block_size), 0)
     return torch.stack((start, start + length), -1)
