@@ -370,6 +370,9 @@ def check_packing(k: Tensor, v: Tensor, ranges: Tensor, max_selected: int | None
     check_ndim("v", v, "[B, S_kv, HKV, Dv]")
     check_ndim("ranges", ranges, layout)
     _check_alike("k", k, ("v", v))
+    for name, m in (("k", k), ("v", v)):
+        if m.shape[3] < 1:
+            raise ValueError(f"{name}: expected a head dim of 1 or more, got shape {_shape(m.shape)}")
     B, S_kv, HKV, _ = k.shape
     check_shape("v", v, "[B, S_kv, HKV, Dv]", (B, S_kv, HKV, v.shape[3]))
     check_shape("ranges", ranges, layout, (B, ranges.shape[1], HKV, ranges.shape[3], 2))

@@ -97,6 +97,8 @@ OF_PACKING = wrong(
     ({"ranges": floats(2, 3, 2, 5, 2)}, TypeError, "ranges: expected dtype int32, int64, got float32"),
     ({"ranges": ints(2, 3, 2, 5, 2).short()}, TypeError, "ranges: expected dtype int32, int64, got int16"),
     ({"ranges": ints(2, 3, 2, 5, 2).to(META)}, ValueError, "ranges: expected device {device} (that of k), got meta"),
+    ({"k": floats(2, 9, 2, 0)}, ValueError, "k: expected a head dim of 1 or more, got shape [2, 9, 2, 0]"),
+    ({"v": floats(2, 9, 2, 0)}, ValueError, "v: expected a head dim of 1 or more, got shape [2, 9, 2, 0]"),
     ({"max_selected": -1}, ValueError, "max_selected: expected an int >= 0, got -1"),
     ({"max_selected": 4.0}, TypeError, "max_selected: expected an int, got float"),
 )
