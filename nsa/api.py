@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling  # other tracers are dispatch mod
 from nsa import ops, settings
 from nsa.call import UNREAD, Call
 from nsa.hints import hide_wrong, refuse
-from nsa.validate import lengths, number
+from nsa.validate import check_tensors, lengths, number
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -228,6 +228,8 @@ def selection_attention_with_kvcache(
     """
     if wrong:
         refuse(selection_attention_with_kvcache, wrong)
+    if page_size is not None:
+        check_tensors(k_cache=k_cache)
     if page_size is not None and (block_table is None or k_cache.shape[1:2] != (page_size,)):
         expected = "None without block_table" if block_table is None else f"shape[1] of k_cache {list(k_cache.shape)}"
         raise ValueError(f"page_size: expected {expected}, got {page_size}")

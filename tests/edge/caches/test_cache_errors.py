@@ -72,6 +72,7 @@ BATCH = {
         {"q": torch.zeros(1, 1, 4, 16), "cache_seqlens": 3, "contiguous": True}, ValueError,
         "k_cache: expected [B, S_max, HKV, D] = [1, 64, 2, 16], got [2, 64, 2, 16]",
     ),
+    "page-size-and-no-keys": ({"k_cache": None, "page_size": 16}, TypeError, f"k_cache: {TENSOR} NoneType"),
     "length-and-q-float": ({"q": 1.0, "cache_seqlens": 3}, TypeError, f"q: {TENSOR} float"),
     "length-and-no-keys": (
         {"k_cache": None, "cache_seqlens": 3, "contiguous": True}, TypeError, f"k_cache: {TENSOR} NoneType",
