@@ -13,7 +13,7 @@ from nsa import dispatch, overlap, routing, settings, torch_modes
 from nsa.api import selection_attention
 from nsa.call import Call
 from nsa.torch_modes import any_autocast_enabled, odd, transforms_active
-from nsa.validate import check_dtype, check_ndim, check_shape, check_tensors, integer, number
+from nsa.validate import check_dtype, check_ndim, check_rows, check_shape, check_tensors, integer, number
 
 
 def _direct(
@@ -44,6 +44,7 @@ def _direct(
         raise
     except TypeError:
         if integer(max_selected) is max_selected:
+            check_rows(call)  # names a bound that has no hash
             raise
         return _direct(Q, K, V, cu_seqlens, integer(max_selected), scale, return_lse, out, per_head)
     if out is not None and overlap.near(out, Q, K, V, planned.extents):

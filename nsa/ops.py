@@ -61,6 +61,7 @@ def serve(call: Call, tracing: bool = False) -> Result:
     except TypeError:
         sizes = {name: integer(getattr(call, name)) for name in ("block_size", "max_selected", "max_seqlen_q")}
         if all(value is getattr(call, name) for name, value in sizes.items()):
+            check_bound(call)  # names an option that has no hash
             raise
         return serve(call._replace(**sizes))
     if out is not None and overlap.near(out, q, k, v, planned.extents):

@@ -116,6 +116,7 @@ PACKED = {
     "out": ({"out": torch.zeros(5, 4, 16)}, ValueError, "out: expected [T, HQ, Dv] = [4, 4, 16], got [5, 4, 16]"),
     "longest-float": ({"max_seqlen_q": 3.0}, TypeError, f"{MAX} an int, got float"),
     "longest-bool": ({"max_seqlen_q": True}, TypeError, f"{MAX} an int, got bool"),
+    "longest-list": ({"max_seqlen_q": [3]}, TypeError, f"{MAX} an int, got list"),
     "longest-tensor": ({"max_seqlen_q": torch.tensor(3)}, TypeError, f"{MAX} an int, got Tensor"),
     "longest-negative": ({"max_seqlen_q": -1}, ValueError, f"{MAX} an int >= 0, got -1"),
     "longest-of-a-batch": (

@@ -99,7 +99,8 @@ TYPES = [
         ({"scale": torch.ones(1)}, "scale: expected a number or None, got Tensor"),
         ({"max_selected": 7.5}, "max_selected: expected an int, got float"),
         ({"max_selected": True}, "max_selected: expected an int, got bool"),
-        *(({"causal": x}, f"causal: expected a bool, got {type(x).__name__}") for x in ("no", 1, None)),
+        ({"max_selected": [7]}, "max_selected: expected an int, got list"),
+        *(({"causal": x}, f"causal: expected a bool, got {type(x).__name__}") for x in ("no", 1, None, [True])),
     ),
     *wrong(
         BLOCKS,
@@ -107,6 +108,7 @@ TYPES = [
         ({"block_indices": [0]}, "block_indices: expected a torch.Tensor, got list"),
         ({"block_size": 16.5}, "block_size: expected an int, got float"),
         ({"block_size": True}, "block_size: expected an int, got bool"),
+        ({"block_size": [16]}, "block_size: expected an int, got list"),
         ({"block_size": torch.tensor(16)}, "block_size: expected an int, got Tensor"),
     ),
     *wrong(

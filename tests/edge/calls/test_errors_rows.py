@@ -54,6 +54,7 @@ OF_VARLEN = wrong(
     ({"cu_seqlens": ints(4).to(META)}, ValueError, f"cu_seqlens: {ELSEWHERE}"),
     ({"max_selected": -1}, ValueError, "max_selected: expected an int >= 0, got -1"),
     ({"max_selected": 9.5}, TypeError, "max_selected: expected an int, got float"),
+    ({"max_selected": [9]}, TypeError, "max_selected: expected an int, got list"),
 )
 OF_ORIGINAL = wrong(
     {"Q": floats(2, 3, 2, 2, 16), "K": floats(2, 2, 20, 16), "V": floats(2, 2, 20, 24), "ranges": ints(2, 3, 2, 4, 2)},
