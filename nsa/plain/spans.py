@@ -203,7 +203,11 @@ def max_length(lengths: Tensor, max_selected: int | None) -> tuple[int, bool]:
 
 def readable(x: Tensor) -> bool:
     """Whether the values of ``x`` can be read now."""
-    if torch.compiler.is_compiling() or x.is_meta or odd(x):
+    if torch.compiler.is_compiling():
+        return False
+    while torch._C._functorch.is_gradtrackingtensor(x):  # `torch.func.grad` wraps all that is computed within it
+        x = torch._C._functorch.get_unwrapped(x)
+    if x.is_meta or odd(x):
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -57,6 +57,20 @@ def test_vmap_is_refused(qkv, attend, same, backend):
     assert nsa.routes() == []
 
 
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+def test_gradient_of_ranges_without_a_bound(qkv, same, backend):
+    """Packed SDPA reads the length of the longest row, although `torch.func` wraps the lengths."""
+    ranges = same([(0, 2), (3, 9)], 1, qkv[0].shape[1], qkv[1].shape[2])
+
+    def gradient(backend):
+        def loss(*qkv):
+            return nsa.selection_attention(*qkv, ranges=ranges, backend=backend).square().sum()
+
+        return torch.func.grad(loss, argnums=(0, 1, 2))(*qkv)
+
+    torch.testing.assert_close(gradient(backend), gradient("reference"), rtol=0, atol=1e-5)
+
+
 def test_vmap_of_something_else(qkv, attend):
     """What is not mapped is a call as any other."""
     want = attend(*qkv)
