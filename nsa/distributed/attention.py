@@ -16,7 +16,7 @@ from nsa.distributed.passes import KEEPS, Sharded
 from nsa.distributed.shards import ORDERS, Layout
 from nsa.hints import hide_wrong, refuse
 from nsa.plain.spans import ranges_from_blocks
-from nsa.validate import check_choice, check_count, check_tensors, number
+from nsa.validate import check_choice, check_count, check_tensors, integer, number
 
 
 @hide_wrong
@@ -73,6 +73,7 @@ def selection_attention(
         if wrong:
             refuse(selection_attention, wrong)
         cu_q, cu_k = (None, None) if cu_seqlens is None else api._pair(cu_seqlens)
+        block_size, max_selected, heads_at_once = map(integer, (block_size, max_selected, heads_at_once))
         call = Call(
             q, k, v, ranges, block_indices, None, cu_q, cu_k, block_size=block_size, causal=causal,
             scale=None if scale is None else number(scale), max_selected=max_selected, backend=backend,

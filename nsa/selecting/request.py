@@ -109,6 +109,7 @@ def request(q: Any, k: Any, cu_seqlens: Any, cache_seqlens: Any, lists: Any, sca
     for name, least in (("n", 1), ("block_size", 1), ("window", 1), ("stride", 1), ("first", 0), ("newest", 0)):
         given[name] = validate.integer(given[name])
         validate.check_count(name, given[name], least)
+    given["max_seqlen_q"] = validate.integer(given["max_seqlen_q"])
     if not isinstance(given["tail"], bool):
         raise TypeError(f"tail: expected a bool, got {type(given['tail']).__name__}")
     tensors = {name: given[name] for name in ("weights", "lse", "q_positions", "block_table", "k_scale")}

@@ -3,6 +3,7 @@
 from multiprocessing import Pipe
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.edge.distributed.ranks import Ranks
@@ -45,6 +46,11 @@ def test_a_rank_that_raises_is_named(ranks, change, text):
     assert own.startswith(text)
     assert other == f"RuntimeError: selection_attention: rank 1 raised {own}"
     assert seconds < HANG_S
+
+
+def test_sizes_may_be_integers_of_numpy(ranks):
+    change = {"block_size": np.int64(4), "max_selected": np.int32(12), "heads_at_once": np.int64(1)}
+    assert [text for text, _ in ranks.run("call", 2, change=change)] == [None] * 2
 
 
 def test_all_keys_before_a_query_are_not_positions_of_the_shard(ranks):

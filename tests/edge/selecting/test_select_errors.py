@@ -1,5 +1,6 @@
 """What a wrong call of `nsa.select_blocks` is told."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -75,6 +76,12 @@ def test_what_a_wrong_call_is_told(change, said):
     with pytest.raises((ValueError, TypeError)) as error:
         nsa.select_blocks(**GOOD | change)
     assert str(error.value) == said
+
+
+def test_sizes_may_be_integers_of_numpy():
+    want = nsa.select_blocks(**PACKED, n=2, block_size=4, max_seqlen_q=3)
+    got = nsa.select_blocks(**PACKED, n=np.int64(2), block_size=np.int32(4), max_seqlen_q=np.int64(3))
+    assert torch.equal(got, want)
 
 
 def test_triton_says_why_it_cannot():
