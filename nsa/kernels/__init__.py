@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import Any
 
 from nsa import settings
@@ -24,12 +25,17 @@ def pinned(**tiles: Any) -> AbstractContextManager[settings.Settings]:
             ``Unions`` of the backward tiles.
 
     Raises:
-        TypeError: a name that is no family.
+        TypeError: a name that is no family, or a value that is not as above.
     """
     from nsa.kernels.families import BACKWARD, BACKWARDS, NAMES  # which imports this package
+    from nsa.kernels.shared.family import Exact
 
     names = (*NAMES, *(family.name for family in BACKWARDS), f"{BACKWARD.name}_unions")
-    for name in tiles:
+    for name, pin in tiles.items():
         if name not in names:
             raise TypeError(f"unknown family {name!r}, expected one of: {', '.join(names)}")
+        family, kind = name.removesuffix("_unions"), "Unions" if name.endswith("_unions") else "Choice"
+        expected = getattr(import_module(f"nsa.kernels.{family}.tiles"), kind)
+        if pin is not None and not isinstance(pin, (expected, Exact)):
+            raise TypeError(f"{name}: expected a {kind} of nsa.kernels.{family}.tiles or None, got {pin!r}")
     return settings.pinned(tiles)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import nsa
+import nsa.kernels
 import nsa.settings as settings
 from nsa import gpu, routing
 
@@ -273,6 +274,16 @@ def test_configure_stays_in_its_thread():
 def test_configure_error_comes_without_with(values, kind, message):
     with raises_exactly(kind, message):
         settings.configure(**values)
+
+
+@pytest.mark.parametrize(("tiles", "message"), [
+    ({"key_minor": None}, "unknown family 'key_minor', expected one of: small_blocks, union, key_major, query_major"),
+    ({"query_major": 3}, "query_major: expected a Choice of nsa.kernels.query_major.tiles or None, got 3"),
+    ({"backward_unions": ()}, "backward_unions: expected a Unions of nsa.kernels.backward.tiles or None, got ()"),
+])  # fmt: skip
+def test_pinned_error_comes_without_with(tiles, message):
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        nsa.kernels.pinned(**tiles)
 
 
 def test_reload_makes_calls_look_again():
