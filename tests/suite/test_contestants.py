@@ -1,6 +1,8 @@
 """Kernels of others by `--nsa-impl`: judged within their contracts, told what they compute, refused in three lines."""
 
+import dataclasses
 import importlib.util
+import itertools
 import re
 
 import pytest
@@ -11,10 +13,11 @@ from nsa.testing.contestants import named
 from nsa.testing.contestants.contract import Contract
 from nsa.testing.contestants.fit import ENOUGH
 from nsa.testing.gate import hooks
+from nsa.testing.judge.diagnosis import diagnose
 from nsa.testing.judge.forward import Oracle, fp64
 from nsa.testing.matrix.case import Case
 from nsa.testing.report import pages
-from nsa.testing.suite.parity.test_promises import over, over_a_cache
+from nsa.testing.suite.parity.test_promises import a_cache, over, over_a_cache
 from nsa.testing.verdicts import KINDS, Tally, Verdicts
 
 from .small_project import configuration, off_gpu, verdicts, write
@@ -311,20 +314,58 @@ def of_one_scale(q, k, v, **how):
     return right(q, k, v, **how | {"scale": q.shape[-1] ** -0.5})
 
 
-FP8, RAGGED = {"fp8": True}, {"counts": (3, 0, 1, 5)}
+def of_keys(q, k, v, **how):
+    """The scale of values is taken for keys."""
+    return right(q, k, v, **how | {"k_scale": how["v_scale"]})
+
+
+def of_one_head(q, k, v, **how):
+    """All KV heads have the scales of the first."""
+    return right(q, k, v, **how | {name: how[name][:1].expand(k.shape[-2]) for name in ("k_scale", "v_scale")})
+
+
+def one_key_more(q, k, v, cache_seqlens, **how):
+    """It reads the place behind the end of a sequence."""
+    return right(q, k, v, cache_seqlens=cache_seqlens + 1, **how)
+
+
+FP8, RAGGED, TWO = {"fp8": True}, {"counts": (3, 0, 1, 5)}, dataclasses.replace(STEPS, N=2 * STEPS.N, HKV=2)
 
 
 @pytest.mark.parametrize(
-    ("kernel", "how"),
-    [(without("k_scale"), FP8), (without("v_scale"), FP8), (one_query_early, RAGGED), (of_one_scale, {})],
-    ids=["no k_scale", "no v_scale", "one query early", "one scale"],
+    ("kernel", "how", "found"),
+    [
+        (without("k_scale"), FP8, "ignores k_scale"),
+        (without("v_scale"), FP8, "ignores v_scale"),
+        (of_keys, FP8, "scales keys by v_scale"),
+        (of_one_head, FP8, "takes the scales of the first KV head for all"),
+        (one_query_early, RAGGED, None),
+        (of_one_scale, {}, "ignores the scale asked for, and divides by sqrt(D)"),
+        (one_key_more, {}, None),
+    ],
+    ids=["no k_scale", "no v_scale", "v_scale on keys", "first head", "one query early", "one scale", "one key more"],
 )
 @pytest.mark.parametrize("page", ["", 64])
-def test_over_a_cache(device, kernel, how, page):
+def test_over_a_cache(device, kernel, how, found, page):
     one, wrong = (named.of_function("mine:kernel", f, OVER_A_CACHE, declared=True) for f in (right, kernel))
-    over_a_cache(one, STEPS, device, page, **how)
-    with pytest.raises(AssertionError, match="mine:kernel on .*bound .*; the first at .*head"):
-        over_a_cache(wrong, STEPS, device, page, **how)
+    over_a_cache(one, TWO, device, page, **how)
+    said = "mine:kernel on .*bound .*; the first at .*head" + ".*; NaN is in every place" * (kernel is one_key_more)
+    with pytest.raises(named.Wrong, match=said) as error:
+        over_a_cache(wrong, TWO, device, page, **how)
+    assert found is None or found in diagnose(error.value.result, error.value.oracle)
+
+
+@pytest.mark.parametrize("counts", [(), (3, 0, 1, 5)], ids=["batch", "ragged"])
+@pytest.mark.parametrize(("page", "fp8"), [("", False), (16, False), (16, True)])
+def test_the_call_without_a_cache_has_the_same_answer(device, page, fp8, counts):
+    """It is what a wrong result is diagnosed with."""
+    cases = over(named.of_function("mine:f", right, OVER_A_CACHE))
+    for case, turn in itertools.product(cases, (0, 1)):
+        case = dataclasses.replace(case, dtype="fp16") if fp8 else case
+        _, want, plain = a_cache(OVER_A_CACHE, case, device, page, fp8, counts, turn)
+        found = fp64(plain)
+        for got, right_one in zip(found, want, strict=True):
+            assert torch.allclose(got.view_as(right_one), right_one, atol=5e-3 if fp8 else 1e-6)
 
 
 @pytest.mark.parametrize("source", ["blocks", "ranges"])

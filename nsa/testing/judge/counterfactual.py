@@ -192,6 +192,22 @@ def wrong_scales(e: Evidence) -> Iterator[Finding]:
         yield Finding("rounds the scaled query to the dtype of its input", partial(_rounded_query, e.oracle.seen))
 
 
+def wrong_cache_scales(e: Evidence) -> Iterator[Finding]:
+    """Kernels that take another scale for the keys or values of an fp8 cache."""
+    p = e.oracle.seen
+    if p.scales is None:
+        return
+    of_k, of_v = (x.double().reshape(-1, 1).expand(p.case.HKV, 1) for x in p.scales)
+    yield instead("scales keys by v_scale", p, k=p.k * (of_v / of_k))
+    yield instead("scales values by k_scale", p, v=p.v * (of_k / of_v))
+    yield instead("takes k_scale and v_scale for one another", p, k=p.k * (of_v / of_k), v=p.v * (of_k / of_v))
+    for part, x, scale in (("k", p.k, of_k), ("v", p.v, of_v)):
+        yield instead(f"ignores {part}_scale", p, **{part: x / scale})
+        yield instead(f"takes the {part}_scale of the first KV head for all", p, **{part: x / scale * scale[0]})
+    first = {"k": p.k / of_k * of_k[0], "v": p.v / of_v * of_v[0]}
+    yield instead("takes the scales of the first KV head for all", p, **first)
+
+
 def _rounded_query(p: Problem, rows: Tensor) -> Answer:
     """The answer of a kernel that rounds `q` times the scale to 16 bits before it multiplies by `k`."""
     q = (p.q.float() * p.softmax_scale).to(p.q.dtype).double() / (p.softmax_scale or 1.0)

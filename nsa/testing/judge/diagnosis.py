@@ -25,6 +25,7 @@ from nsa.testing.judge.counterfactual import (
     partial_blocks,
     scaled,
     sinks,
+    wrong_cache_scales,
     wrong_keys,
     wrong_scales,
 )
@@ -285,6 +286,7 @@ FAMILIES: tuple[tuple[str | tuple[str, ...], Callable[[Evidence], Iterator[Findi
     ("", partial_blocks),
     ("does not rescale", not_rescaled),
     ("", wrong_scales),
+    ("", wrong_cache_scales),
     (("scales scores", "adds a sink"), _scale_or_sink),
     ("gives the answers", _query_heads),
     ("reads", mixed_up),

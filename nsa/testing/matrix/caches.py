@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -165,6 +166,26 @@ def _ragged(q: Tensor, cache: Cache, ends: Tensor, selection: dict[str, Any]) ->
         found = oracle(q[mine][None], one, **picked)
         o[mine], lse[mine] = found[0][0], found[1][0]
     return o, lse
+
+
+def end_to_end(p: Problem, cache: Cache, counts: Sequence[int]) -> Problem:
+    """The same call without a cache, for the diagnosis: packed sequences of queries, over keys end to end.
+
+    p: has the queries and the selection of the call. counts: queries of each sequence.
+    """
+    plain = dequantized(cache)
+    keys, values, _ = zip(*(plain.sequence(b) for b in range(len(counts))), strict=True)
+    lengths = tuple(map(len, keys))
+    cu_q, cu_k = (torch.tensor([0, *x], device=p.q.device).cumsum(0, dtype=torch.int32) for x in (counts, lengths))
+    case = dataclasses.replace(
+        p.case, N=sum(counts) * p.case.HKV, S=1, S_kv=0, seqlens=tuple(counts), kv_seqlens=lengths, positions=False
+    )
+    scales = None if cache.k_scale is None or cache.v_scale is None else (cache.k_scale, cache.v_scale)
+    return dataclasses.replace(
+        p, case=case, q=p.q.flatten(0, 1), k=torch.cat(keys).to(p.q.dtype), v=torch.cat(values).to(p.q.dtype),
+        ranges=p.ranges.flatten(0, 1), block_indices=None if p.block_indices is None else p.block_indices.flatten(0, 1),
+        cu_seqlens=cu_q, cu_seqlens_k=cu_k, scales=scales,
+    )  # fmt: skip
 
 
 def _without(selection: dict[str, Any], exists: Tensor) -> dict[str, Any]:

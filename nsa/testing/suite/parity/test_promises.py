@@ -10,7 +10,7 @@ from nsa.testing.contestants.named import Wrong
 from nsa.testing.fixtures import *  # noqa: F403  (a fixture of a module precedes one of a project's conftest.py)
 from nsa.testing.fixtures import contested, lane_cases
 from nsa.testing.judge.conduct import copied, same_bits, tensors, untouched
-from nsa.testing.judge.forward import cached_parity
+from nsa.testing.judge.forward import Oracle, cached_parity
 from nsa.testing.judge.gradients import NAMES, GradientOracle, assert_gradients
 from nsa.testing.machine import current_lane
 from nsa.testing.matrix import caches
@@ -152,23 +152,31 @@ def over_a_cache(contestant, case, device, page, fp8=False, counts=()):
     """
     head = f"{contestant.name} on {case.id}"
     turns = [a_cache(contestant.contract, case, device, page, fp8, counts, turn) for turn in (0, 1)]
-    given, wants = turns[0][0], [want for _, want in turns]
-    returned = []
-    for turn, want in enumerate(wants):
+    given, returned = turns[0][0], []
+    for turn, (_, want, plain) in enumerate(turns):
         for name, x in tensors(given).items():
             x.copy_(tensors(turns[turn][0])[name])
         q, cache, chosen = given
         return_lse = contestant.lse and turn == 1
         with untouched(contestant.name, {"q": q}, cache, chosen):
             got = contestant.cached(q, cache, return_lse=return_lse, **chosen)
-        cached_parity(got if return_lse else (got, None), want, case.torch_dtype, head)
+        try:
+            cached_parity(got if return_lse else (got, None), want, case.torch_dtype, head)
+        except AssertionError as error:
+            results = [x.flatten(0, 1) if q.dim() == 4 else x for x in (got if return_lse else (got,))]
+            result = tuple(results) if return_lse else results[0]
+            nan = "; NaN is in every place of the cache that no sequence has" * bool(results[0].isnan().any())
+            raise Wrong(f"{error}{nan}", result, Oracle.of(plain)) from None
         returned.append((got, copied(got)))
     if not all(same_bits(*pair) for pair in returned):
         raise Wrong(f"{head}: a later call changed a result that was returned")
 
 
 def a_cache(contract, case, device, page, fp8, counts, turn):
-    """`(q, cache, selection)` of a call, and its right `(O, LSE)`. `turn` chooses lengths and values, not shapes."""
+    """`(q, cache, selection)` of a call, its right `(O, LSE)`, and the call without a cache.
+
+    `turn` chooses lengths and values, not shapes.
+    """
     room = -(-case.S_kv // 128) * 128
     needs = contract.needs
     lengths = [min(length, room) for length in (ROOMY if {"nonempty", "visible"} & set(needs) else LENGTHS)]
@@ -188,10 +196,12 @@ def a_cache(contract, case, device, page, fp8, counts, turn):
     keys = torch.cat([torch.full((count,), length) for length, count in ends]).view(B, S)
     limit = (at + 1 if case.causal else keys).clamp(min=0).to(device)
     p = with_limit(p, contract, limit)
-    q, chosen = p.q, p.picked | {"causal": p.causal, "scale": case.D**-0.5 if "default scale" in needs else 0.3}
+    p = dataclasses.replace(p, scale=case.D**-0.5 if "default scale" in needs else 0.3)
+    plain = caches.end_to_end(p, cache, counts or (S,) * B)
+    q, chosen = p.q, p.picked | {"causal": p.causal, "scale": p.scale}
     if not counts:
-        return (q, cache, chosen), caches.oracle(q, cache, **chosen)
+        return (q, cache, chosen), caches.oracle(q, cache, **chosen), plain
     q, chosen = q[0], chosen | {name: chosen[name][0] for name in caches.PER_ROW if name in chosen}
     cu_seqlens_q = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device)
     want = caches.oracle(q, cache, cu_seqlens_q, **chosen)
-    return (q, cache, chosen | {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max(counts)}), want
+    return (q, cache, chosen | {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max(counts)}), want, plain
