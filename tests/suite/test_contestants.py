@@ -355,6 +355,16 @@ def test_over_a_cache(device, kernel, how, found, page):
     assert found is None or found in diagnose(error.value.result, error.value.oracle)
 
 
+@pytest.mark.parametrize(("D", "H"), [(16, 4), (32, 2), (128, 4)])
+def test_large_scores_without_a_scale_are_named(device, D, H):
+    """Where scores are numbers of e4m3, keys that were rounded to 16 bits would give another answer."""
+    case = dataclasses.replace(TWO, D=D, Dv=D, H=H)
+    wrong = named.of_function("mine:kernel", without("k_scale"), OVER_A_CACHE, declared=True)
+    with pytest.raises(named.Wrong) as error:
+        over_a_cache(wrong, case, device, 64, fp8=True)
+    assert "ignores k_scale" in diagnose(error.value.result, error.value.oracle)
+
+
 @pytest.mark.parametrize("counts", [(), (3, 0, 1, 5)], ids=["batch", "ragged"])
 @pytest.mark.parametrize(("page", "fp8"), [("", False), (16, False), (16, True)])
 def test_the_call_without_a_cache_has_the_same_answer(device, page, fp8, counts):

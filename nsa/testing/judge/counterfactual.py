@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa.testing.judge.evidence import Answer, Evidence, Finding, Reading, differ, finite, first_keys
+from nsa.testing.matrix.caches import E4M3
 from nsa.testing.matrix.problem import Problem, bounds
 
 TILES = (16, 32, 64, 128)  # keys that a kernel may read at a time
@@ -198,14 +199,15 @@ def wrong_cache_scales(e: Evidence) -> Iterator[Finding]:
     if p.scales is None:
         return
     of_k, of_v = (x.double().reshape(-1, 1).expand(p.case.HKV, 1) for x in p.scales)
-    yield instead("scales keys by v_scale", p, k=p.k * (of_v / of_k))
-    yield instead("scales values by k_scale", p, v=p.v * (of_k / of_v))
-    yield instead("takes k_scale and v_scale for one another", p, k=p.k * (of_v / of_k), v=p.v * (of_k / of_v))
-    for part, x, scale in (("k", p.k, of_k), ("v", p.v, of_v)):
-        yield instead(f"ignores {part}_scale", p, **{part: x / scale})
-        yield instead(f"takes the {part}_scale of the first KV head for all", p, **{part: x / scale * scale[0]})
-    first = {"k": p.k / of_k * of_k[0], "v": p.v / of_v * of_v[0]}
-    yield instead("takes the scales of the first KV head for all", p, **first)
+    # The numbers of the cache. `p` has them times the scale in 16 bits, too coarse for scores that lack the scale.
+    k, v = ((x / scale).float().to(E4M3).double() for x, scale in ((p.k, of_k), (p.v, of_v)))
+    yield instead("scales keys by v_scale", p, k=k * of_v)
+    yield instead("scales values by k_scale", p, v=v * of_k)
+    yield instead("takes k_scale and v_scale for one another", p, k=k * of_v, v=v * of_k)
+    for part, x, scale in (("k", k, of_k), ("v", v, of_v)):
+        yield instead(f"ignores {part}_scale", p, **{part: x})
+        yield instead(f"takes the {part}_scale of the first KV head for all", p, **{part: x * scale[0]})
+    yield instead("takes the scales of the first KV head for all", p, k=k * of_k[0], v=v * of_v[0])
 
 
 def _rounded_query(p: Problem, rows: Tensor) -> Answer:
