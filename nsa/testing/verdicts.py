@@ -29,6 +29,7 @@ from nsa.testing.contestants.contract import Contestant
 from nsa.testing.contestants.fit import ENOUGH, promises
 from nsa.testing.contestants.named import Wrong
 from nsa.testing.judge.diagnosis import diagnose
+from nsa.testing.machine import current_lane
 
 WIDTH = 100
 KINDS = 5  # kinds of failures of a contestant that are shown and counted; others are summed up
@@ -259,7 +260,8 @@ class Verdicts:
             missing = impl.contract.not_promised()
             apart = f"; does not promise: {'; '.join(missing)}" if missing else ""
             untested = "bf16" in impl.contract.dtypes and not any("-bf16" in case for case in right)
-            apart += "; bf16 is promised, and was not tested: that takes a GPU" if untested and self.whole else ""
+            why = "" if current_lane() == "gpu" else ": that takes a GPU"
+            apart += f"; bf16 is promised, and was not tested{why}" if untested and self.whole else ""
             lines.append(f"{head}: right on {_cases(len(right))}{apart}")
         if tally.skipped:
             reason, _ = Counter(tally.skipped.values()).most_common(1)[0]

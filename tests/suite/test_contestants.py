@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nsa.testing import machine
+from nsa.testing import verdicts as verdicts_module
 from nsa.testing.contestants import named
 from nsa.testing.contestants.contract import Contract
 from nsa.testing.contestants.fit import ENOUGH
@@ -431,12 +432,14 @@ def test_a_promise_that_no_test_asked_for_is_named():
     assert len(said_of(Tally(right={"one"}, exercised=everything), whole=False, **how)) == 1, "a replay claims no more"
 
 
-def test_bf16_that_no_case_had_is_named():
-    """As without a GPU, where cases are of the other dtypes of a contract."""
-    untested = "; bf16 is promised, and was not tested: that takes a GPU"
+@pytest.mark.parametrize(("lane", "why"), [("interpreter", ": that takes a GPU"), ("gpu", "")])
+def test_bf16_that_no_case_had_is_named(monkeypatch, lane, why):
+    """As without a GPU, where cases are of the other dtypes of a contract, or with `-k fp16`."""
+    monkeypatch.setattr(verdicts_module, "current_lane", lambda: lane)
+    untested = "; bf16 is promised, and was not tested"
     cases = {f"H2-D16-Dv16-L24-fp16-{i}" for i in range(ENOUGH)}
     [line] = said_of(Tally(right=cases, exercised={"O"}))
-    assert line.endswith(untested)
+    assert line.endswith(untested + why)
     for seen, contract in ((cases, {"dtypes": ("fp16",)}), (cases | {"H2-D16-Dv16-L24-bf16"}, {})):
         [line] = said_of(Tally(right=seen, exercised={"O"}), **contract)
         assert untested not in line
