@@ -50,7 +50,7 @@ def calls(device: torch.device) -> dict[str, Calls]:
 
 
 def public_call(name: str, p: Problem) -> Callable[[], object]:
-    """A call of `CASES` as a user writes it. The suite's adapters would take the host another 4 us."""
+    """A call of `CASES` as a user writes it. The suite's adapters take the host another 2 to 3 us."""
     if name == "dense_group":
         return partial(nsa.sel_attn_fwd_dense_group, *p.rows[:3])
     if name == "varlen_group":

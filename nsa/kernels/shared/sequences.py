@@ -127,7 +127,7 @@ def sequence_of(token, B, S, S_kv, cu_q_ptr, cu_k_ptr, LAYOUT: tl.constexpr):
 
 @triton.jit
 def causal_end(position, end, token, pos_ptr, origin=0):
-    """The causal rule: a query may read keys up to its own position, none from ``end`` on. Returns how many.
+    """The causal rule: a query may read the keys before ``end``, up to its own position. Returns where they end.
 
     ``pos_ptr`` holds positions of tokens, of any value, which replace ``position``; or it is None. Keys and
     ``position`` count from ``origin``. The result may be negative for a query without keys.

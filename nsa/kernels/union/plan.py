@@ -76,7 +76,7 @@ def plan(call: Call, shape: Shape, rest: Any) -> Launch:
     if tile is None or not tiles.fits(g.S_kv, block_size):
         heads = "at most 32 query heads a KV head (16 with wide head dims, 8 in fp32)"
         blocks = f"1 to {tiles.MOST_ENTRIES // 2} blocks a row"
-        raise DoesNotFit(f"union: expected {heads}, {blocks}, got {g.G} heads, {g.n} blocks of {g.S_kv} keys")
+        raise DoesNotFit(f"union: expected {heads}, {blocks}, got {g.G} heads and {g.n} blocks, over {g.S_kv} keys")
     pins = {"union": Exact(tuple(tile)), **rest.pins}
     tiled = block_size % tile.BLOCK_N == 0
     size = min(block_size, -(-max(g.S_kv, 1) // tile.BLOCK_N) * tile.BLOCK_N)  # no tiles past the last key

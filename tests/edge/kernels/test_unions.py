@@ -358,7 +358,7 @@ def test_rows_do_not_depend_on_neighbours_with_batch_invariant(prompt, device, w
 @forward
 def test_a_group_that_no_tile_holds_twice_is_told_what_fits(device, way):
     q, k = (torch.zeros(1, 4, heads, 16, device=device) for heads in (16, 1))
-    with pytest.raises(DoesNotFit, match="at most 32 query heads .* 8 in fp32.*, got 16 heads, 2 blocks of 4"):
+    with pytest.raises(DoesNotFit, match="at most 32 query heads .*, got 16 heads and 2 blocks, over 4 keys"):
         nsa.selection_attention(q, k, k, **blocks_of(device, *[[0, 1]] * 4), **UNION)
 
 
