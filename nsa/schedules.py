@@ -47,8 +47,9 @@ def microseconds(costs: gpu.Costs, job: Job) -> dict[str, float]:
     The host does not know how many blocks neighbours share, so it takes the geometric mean over `OVERLAPS`. A decode
     step has no neighbours.
     """
-    overlaps = OVERLAPS if job.queries > 1 else OVERLAPS[:1]
-    found = [times(_costs_of(costs, job), job._replace(shared=overlap)) for overlap in overlaps]
+    of, overlaps = _costs_of(costs, job), OVERLAPS if job.queries > 1 else OVERLAPS[:1]
+    server = rest(of, job)
+    found = [times(of, job._replace(shared=overlap), server) for overlap in overlaps]
     return {name: math.prod(each[name] for each in found) ** (1 / len(found)) for name in found[0]}
 
 
@@ -57,21 +58,30 @@ def _costs_of(costs: gpu.Costs, job: Job) -> Kind:
     return costs.kinds.get(job.kind) or costs.kinds.get(job._replace(e4m3=False).kind, {})
 
 
-def times(of: Kind, job: Job) -> dict[str, float]:
-    """The time of a call by schedule, whose rows share as many blocks as the job says."""
+def times(of: Kind, job: Job, server: str | None = None) -> dict[str, float]:
+    """The time of a call by schedule, whose rows share as many blocks as the job says.
+
+    Args:
+        server: :func:`rest` of the call, which no overlap changes; None: it is not known yet.
+    """
     found = _without_union(of, job)
-    counts = of_union(of, job) if UNION in of else {}
+    counts = of_union(job, found, server or rest(of, job)) if UNION in of else {}
     return found | ({UNION: _sum(of[UNION], counts)} if counts else {})
 
 
 def _without_union(of: Kind, job: Job) -> dict[str, float]:
+    """The times of query-major and key-major, as far as there are costs of them."""
     return {name: _sum(of[name], work(job, name)) for name in (QUERY_MAJOR, KEY_MAJOR) if name in of}
 
 
-def of_union(of: Kind, job: Job) -> dict[str, float]:
-    """The work of union, and the time of what serves its other rows; {} without a tile, or without costs of that."""
-    counts, server = work(job, UNION), rest(of, job)
-    return {} if not counts or server not in of else counts | {REST: counts[REST] * _sum(of[server], work(job, server))}
+def of_union(job: Job, others: Mapping[str, float], server: str) -> dict[str, float]:
+    """The work of union, with the time of what serves its other rows; {} without a tile, or without costs of that.
+
+    Args:
+        others: times of the other schedules. server: the one that serves, by :func:`rest`.
+    """
+    counts = work(job, UNION)
+    return counts | {REST: counts[REST] * others[server]} if counts and server in others else {}
 
 
 def _sum(costs: Mapping[str, float], counts: Mapping[str, float]) -> float:
@@ -101,9 +111,10 @@ def rest(of: Kind, job: Job) -> str:
     Key-major serves them in a ragged batch whose steps query-major serves already. It also serves them if they are too
     few to fill half of an H100 with query-major's programs, one a row.
     """
-    times = _without_union(of, job._replace(shared=0.0))
-    known = not job.steps and 2 * job.rows >= PROCESSORS and {*times} >= {QUERY_MAJOR, KEY_MAJOR}
-    return QUERY_MAJOR if known and times[QUERY_MAJOR] * REST_MARGIN <= times[KEY_MAJOR] else KEY_MAJOR
+    if job.steps or 2 * job.rows < PROCESSORS or not {*of} >= {QUERY_MAJOR, KEY_MAJOR}:
+        return KEY_MAJOR
+    alone = _without_union(of, job._replace(shared=0.0))
+    return QUERY_MAJOR if alone[QUERY_MAJOR] * REST_MARGIN <= alone[KEY_MAJOR] else KEY_MAJOR
 
 
 def rest_of(call: Call, shape: Shape, device_name: str) -> str:

@@ -73,6 +73,13 @@ def transformed(*tensors: Tensor | None) -> bool:
     return wrapped or has_tangent(*tensors)
 
 
+def without_grad(x: Tensor) -> Tensor:
+    """``x`` without the wrappers that ``torch.func.grad`` puts around all that is computed within it."""
+    while torch._C._functorch.is_gradtrackingtensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
 def has_tangent(*tensors: Tensor | None) -> bool:
     """Whether one of the tensors has a tangent of forward-mode AD."""
     floats = (x for x in tensors if x is not None and x.is_floating_point())

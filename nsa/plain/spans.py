@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.call import Call
-from nsa.torch_modes import forward_mode, odd, transforms_active
+from nsa.torch_modes import forward_mode, odd, transforms_active, without_grad
 from nsa.validate import INDEX_DTYPES, check_blocks, check_packing, check_tensors
 
 
@@ -205,8 +205,7 @@ def readable(x: Tensor) -> bool:
     """Whether the values of ``x`` can be read now."""
     if torch.compiler.is_compiling():
         return False
-    while torch._C._functorch.is_gradtrackingtensor(x):  # `torch.func.grad` wraps all that is computed within it
-        x = torch._C._functorch.get_unwrapped(x)
+    x = without_grad(x)
     if x.is_meta or odd(x):
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())

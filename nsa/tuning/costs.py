@@ -56,7 +56,9 @@ def fit(rows: Sequence[Row]) -> Kinds:
 
 
 def _counts(of: dict[str, dict[str, float]], of_row: Job, name: str) -> dict[str, float]:
-    return schedules.of_union(of, of_row) if name == UNION else work(of_row, name)
+    if name != UNION:
+        return work(of_row, name)
+    return schedules.of_union(of_row, schedules.times(of, of_row), schedules.rest(of, of_row))
 
 
 def _costs(times: Sequence[float], counts: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -107,7 +107,7 @@ def test_amd_gets_its_own_shared_memory_and_nothing_of_nvidia(monkeypatch):
     assert chip(device) == (device_facts.AMD, 104, "MI250", False)
     assert query_major.largest_cluster(chip(device)) == 0
     assert device_facts.SHARED_BYTES[device_facts.AMD] == 65_536
-    assert device_facts.SHARED_BYTES[999] == 101_376, "an NVIDIA GPU that nobody knows"
+    assert device_facts.SHARED_BYTES[999] == 101_376, "that of an NVIDIA GPU which is not in the table"
 
 
 def test_only_a_run_for_aot_compiles_everything(run_pytest):

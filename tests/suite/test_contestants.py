@@ -374,7 +374,7 @@ def test_the_call_without_a_cache_has_the_same_answer(device, page, fp8, counts)
     for case, turn in itertools.product(cases, (0, 1)):
         case = dataclasses.replace(case, dtype="fp16") if fp8 else case
         _, want, plain = a_cache(OVER_A_CACHE, case, device, page, fp8, counts, turn)
-        found = fp64(plain)
+        found = fp64(plain())
         for got, right_one in zip(found, want, strict=True):
             assert torch.allclose(got.view_as(right_one), right_one, atol=2e-2 if fp8 else 1e-6)
 

@@ -92,7 +92,7 @@ def test_the_choice_is_as_fast_as_the_fastest(fitted):
 
 
 def test_rows_without_a_union_are_priced_as_the_schedule_that_serves_them():
-    """The host chooses that schedule as if these rows shared no block, whatever their neighbours share."""
+    """What serves them does not depend on the overlap, because the host does not know it."""
     jobs = [costs.job(row) for row in rows() if not row["fp8"]]
     alone = [[schedules.times(WITHOUT_UNION, job._replace(shared=x)) for x in (0.0, 0.9)] for job in jobs]
     assert any(min(a, key=a.get) != min(b, key=b.get) for a, b in alone), "else the overlap decides nothing"
@@ -101,7 +101,10 @@ def test_rows_without_a_union_are_priced_as_the_schedule_that_serves_them():
         assert len(served) == 1
         (name,) = served
         left = work(job, "union")["rest"]
-        assert schedules.of_union(TRUE, job)["rest"] == left * schedules.times(WITHOUT_UNION, job)[name]
+        alone = schedules.times(WITHOUT_UNION, job)
+        assert schedules.of_union(job, alone, name)["rest"] == left * alone[name]
+        known = sum(TRUE["union"].get(term, 0.0) * x for term, x in schedules.of_union(job, alone, name).items())
+        assert schedules.times(TRUE, job)["union"] == pytest.approx(known)
 
 
 def test_a_schedule_without_costs_of_what_it_leans_on_is_not_chosen():

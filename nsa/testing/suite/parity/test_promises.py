@@ -1,6 +1,7 @@
 """The promises of a contract beside outputs and LSE: gradients, equal bits in each call, and calls over a cache."""
 
 import dataclasses
+import functools
 import itertools
 
 import torch
@@ -166,14 +167,14 @@ def over_a_cache(contestant, case, device, page, fp8=False, counts=()):
             results = [x.flatten(0, 1) if q.dim() == 4 else x for x in (got if return_lse else (got,))]
             result = tuple(results) if return_lse else results[0]
             nan = "; NaN is in every place of the cache that no sequence has" * bool(results[0].isnan().any())
-            raise Wrong(f"{error}{nan}", result, Oracle.of(plain)) from None
+            raise Wrong(f"{error}{nan}", result, Oracle.of(plain())) from None
         returned.append((got, copied(got)))
     if not all(same_bits(*pair) for pair in returned):
         raise Wrong(f"{head}: a later call changed a result that was returned")
 
 
 def a_cache(contract, case, device, page, fp8, counts, turn):
-    """`(q, cache, selection)` of a call, its right `(O, LSE)`, and the call without a cache.
+    """`(q, cache, selection)` of a call, its right `(O, LSE)`, and a function that makes the call without a cache.
 
     `turn` chooses lengths and values, not shapes.
     """
@@ -197,7 +198,7 @@ def a_cache(contract, case, device, page, fp8, counts, turn):
     limit = (at + 1 if case.causal else keys).clamp(min=0).to(device)
     p = with_limit(p, contract, limit)
     p = dataclasses.replace(p, scale=case.D**-0.5 if "default scale" in needs else 0.3)
-    plain = caches.end_to_end(p, cache, counts or (S,) * B)
+    plain = functools.partial(caches.end_to_end, p, cache, counts or (S,) * B)
     q, chosen = p.q, p.picked | {"causal": p.causal, "scale": p.scale}
     if not counts:
         return (q, cache, chosen), caches.oracle(q, cache, **chosen), plain
