@@ -94,12 +94,12 @@ SPOILED += [(SEQUENCES, "cu_seqlens[0]"), (SEQUENCES, "cu_seqlens[1]")]
     *((test, case, name) for test in (twice, gradients) for case, name in SPOILED),
     (twice, VARLEN, "cu_seqlens"),  # packed rows have no gradients in the suite
 ])  # fmt: skip
-def test_a_kernel_that_spoils_an_input(test, case, name):
-    made = of_packed if case is VARLEN else contestant
-    test(made(right), case.make("cpu"))
+def test_a_kernel_that_spoils_an_input(test, case, name, device):
+    made, device = (of_packed, device) if case is VARLEN else (contestant, "cpu")  # packed rows need Triton
+    test(made(right), case.make(device))
     stored = {"cu_seqlens[0]": "cu_seqlens", "cu_seqlens[1]": "cu_seqlens_k"}.get(name, name)
     with pytest.raises(AssertionError, match=f"^mine:kernel: wrote to its input {stored}$"):
-        test(made(spoiling(name)), case.make("cpu"))
+        test(made(spoiling(name)), case.make(device))
 
 
 @pytest.mark.parametrize("head", [False, True])
@@ -234,14 +234,14 @@ def test_an_input_without_a_gradient_that_is_promised():
         gradients(contestant(kernel), SPANS.make("cpu"))
 
 
-def test_packed_rows_change_in_place():
+def test_packed_rows_change_in_place(device):
     def rows(Q, K, V, scale, return_lse=False, **how):
         return nsa.sel_attn_fwd_dense(Q, K, V, scale=scale, return_lse=return_lse)
 
-    in_place(of_packed(rows, "rows"), ROWS.make("cpu"), "O")
+    in_place(of_packed(rows, "rows"), ROWS.make(device), "O")
     first = []
     with pytest.raises(AssertionError, match=REMEMBERED):
-        in_place(of_packed(lambda *a, **b: first.append(rows(*a, **b)) or first[0], "rows"), ROWS.make("cpu"), "O")
+        in_place(of_packed(lambda *a, **b: first.append(rows(*a, **b)) or first[0], "rows"), ROWS.make(device), "O")
 
 
 # --- skips, retries and crashes --------------------------------------------------------------------------------------
