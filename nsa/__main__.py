@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m nsa", description="Which kernels nsa uses here, and why.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("doctor", help="report GPU, versions, settings and threshold (the default command)")
-    commands.add_parser("calibrate", help="measure this GPU for routing, for your user only (a minute or two)")
+    commands.add_parser("calibrate", help="measure this GPU for routing, for your user only (a few minutes)")
     record = commands.add_parser("record-workload", help="write the shapes of a program's calls as a workload")
     record.add_argument("-o", metavar="FILE", type=Path, default=Path("workload.yaml"), help="default: workload.yaml")
     record.add_argument("program", nargs="+", metavar="COMMAND", help="after --: the program and its arguments")

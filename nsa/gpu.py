@@ -116,7 +116,7 @@ def min_L_for(device_name: str) -> int:
         return threshold.sel_triton_min_L
     logger.warning(
         "%s: not measured, so rows of fewer than %d keys use packed SDPA, though Triton is probably faster; `python -m "
-        "nsa calibrate` measures this GPU (a minute or two)",
+        "nsa calibrate` measures this GPU (a few minutes)",
         device_name,
         DEFAULT_MIN_L,
     )

@@ -16,7 +16,7 @@ from nsa.distributed.passes import KEEPS, Sharded
 from nsa.distributed.shards import ORDERS, Layout
 from nsa.hints import hide_wrong, refuse
 from nsa.plain.spans import ranges_from_blocks
-from nsa.validate import check_choice, check_count, check_tensors, integer, number
+from nsa.validate import check_bound, check_choice, check_count, check_tensors, integer, number
 
 
 @hide_wrong
@@ -108,6 +108,7 @@ def _checked(call: Call, order: str, heads_at_once: int, keep: str) -> tuple[Cal
     dtype = torch_modes.autocast_dtype(call.q.device)
     if dtype is not None:
         call = torch_modes.cast(call, dtype)
+    check_bound(call)  # names an option that has no hash, before plans are looked up
     shape = routing.plan(call).shape
     axis = call.q.dim() - 3
     lengths = {"queries": call.q.shape[axis], "keys": call.k.shape[axis]}

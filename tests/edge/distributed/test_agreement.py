@@ -31,6 +31,7 @@ def test_every_rank_says_what_differs(ranks, name):
 
 RAISES = {
     "block size": ({"block_size": 0}, "ValueError: block_size: expected an int >= 1, got 0"),
+    "a list": ({"max_selected": [7]}, "TypeError: max_selected: expected an int, got list"),
     "keyword": (
         {"softmax_scale": 1.0},
         "TypeError: selection_attention() got an unexpected keyword argument 'softmax_scale'",

@@ -101,7 +101,7 @@ def test_a_whole_file_of_the_users_is_all_that_is_read(packaged, mine):
 
 NOT_MEASURED = (
     f"{NAME}: not measured, so rows of fewer than 2048 keys use packed SDPA, though Triton is probably faster; "
-    "`python -m nsa calibrate` measures this GPU (a minute or two)"
+    "`python -m nsa calibrate` measures this GPU (a few minutes)"
 )
 
 
