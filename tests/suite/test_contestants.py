@@ -81,10 +81,17 @@ def of_blocks(q, k, v, *, block_indices, block_size, causal, scale):
 def other_words(q, k, v, *, spans, causal):
     pass
 
+def any_words(q, k, v, spans, **more):
+    pass
+
 not_callable = 3
 
 @selector(scores=("max",))
 def chooses(q, k, n, block_size, topk):
+    pass
+
+@selector(scores=("max",), layouts=("pages",), e4m3=False)
+def pages_alone(q, k, n, block_size, stride, tail, cache_seqlens, block_table):
     pass
 
 @contestant(takes=("ranges",))
@@ -194,9 +201,11 @@ MISUSED = {
     "not-callable": ("mine:not_callable", "--nsa-impl mine:not_callable: expected a function, got a int"),
     "no-function-named": ("mine", "expected package.module:function"),
     "other-words": ("mine:other_words", r"missing a required .*argument: 'spans'"),
+    "other-words-of-any": ("mine:any_words", r"missing a required argument: 'spans'"),
     "selector": ("mine:chooses", r"passes q, k in order, .*\n.*argument: 'topk'"),
     "blocks": ("mine:of_blocks", r"'block_indices': type --nsa-impl mine:of_blocks@blocks, or declare"),
     "no-selection": ("mine:no_selection", "the contract needs an argument 'ranges'"),
+    "selector-and-signature": ("mine:pages_alone", "the contract needs an argument 'q_positions'\n"),
     "contract-and-signature": ("mine:one_causal", "the contract needs an argument 'causal'"),
 }
 

@@ -59,6 +59,18 @@ class Selects(Contract):
         listed = case.layout in self.layouts and case.dtype in self.dtypes
         return listed and all(not taken or x in taken for x, taken in sizes) and all(ok or not x for x, ok in flags)
 
+    @property
+    def needed(self) -> list[tuple[str, bool]]:
+        """Arguments of a call, each with whether the contract promises something that takes it."""
+        caches = bool({"cache", "pages", "ragged"} & set(self.layouts))
+        return [
+            ("n", True), ("block_size", len(self.sizes) * len(self.strides) != 1), ("stride", len(self.strides) != 1),
+            ("score", len(self.scores) > 1), ("weights", "relu" in self.scores),
+            ("cu_seqlens", bool({"packed", "ragged"} & set(self.layouts))), ("cache_seqlens", caches),
+            ("block_table", "pages" in self.layouts), ("k_scale", self.e4m3 and caches),
+            ("q_positions", self.positions), ("tail", self.tails),
+        ]  # fmt: skip
+
     def _sized(self, case: Selecting) -> Selecting:
         """The case with the nearest sizes that the contract takes, and some blocks of them."""
         D, G = nearest(case.D, self.dims), nearest(case.groups, self.groups)
@@ -85,8 +97,11 @@ class Selects(Contract):
 def selector(**contract: Any) -> Callable[[Callable[..., Any]], Declared]:
     """Declare a function that chooses blocks, for `--nsa-impl module:function`.
 
-        @nsa.testing.selector(scores=("max",), layouts=("pages",), dtypes=("bf16",), tails=False)
-        def choose(q, k, n, block_size, first, newest, cache_seqlens, block_table):
+        @nsa.testing.selector(
+            scores=("max",), layouts=("pages",), dtypes=("bf16",), strides=(1,), tails=False, positions=False,
+            e4m3=False,
+        )
+        def choose(q, k, n, block_size, lists, window, first, newest, cache_seqlens, block_table):
             ...
 
     The suite passes q and k by position, and those arguments of `nsa.select_blocks` by name that the signature has.
