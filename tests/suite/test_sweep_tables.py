@@ -158,8 +158,10 @@ def test_nothing_swept_writes_nothing(tmp_path):
 
 
 def test_committed_tables_are_whole():
-    for path in gpu.PACKAGED.glob("*.yaml"):
-        tables = tiles.table(path.stem)
+    swept = [path.stem for path in gpu.PACKAGED.glob("*.yaml") if gpu.read(path).tiles is not None]
+    assert swept
+    for name in swept:
+        tables = tiles.table(name)
         assert sum(map(len, tables.values())) >= len(sweep.cases())
         assert all(isinstance(p, Point) for points in tables.values() for p in points)
 
