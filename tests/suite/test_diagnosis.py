@@ -118,22 +118,35 @@ def in_tiles(scores, values, tiles, forgotten):
     return acc / total, m + math.log(total)
 
 
-def in_order(p, order):
-    """Query heads `order` of the right answer."""
-    out, lse = kernel(p)
-    return out[..., order, :], lse[..., order]
+def of_another(**fields):
+    """The right answer of a problem with other fields."""
+    return lambda p: kernel(dataclasses.replace(p, **fields))
 
 
-def filled(p, value, *where):
+def in_order(order):
+    """The right answer with query heads `order(case)`."""
+
+    def give(p):
+        out, lse = kernel(p)
+        return out[..., order(p.case), :], lse[..., order(p.case)]
+
+    return give
+
+
+def filled(value, *where):
     """The right answer, but for one value `where` in the output."""
-    out, lse = kernel(p)
-    out[where] = value
-    return out, lse
+
+    def give(p):
+        out, lse = kernel(p)
+        out[where] = value
+        return out, lse
+
+    return give
 
 
-def reordered(p, order, *names):
-    """The right answer of a problem some of whose tensors have batch entries in another order."""
-    return kernel(dataclasses.replace(p, **{name: getattr(p, name)[order] for name in names}))
+def reordered(order, *names):
+    """The right answer of a problem some of whose tensors have batch entries in the order `order(B)`."""
+    return lambda p: kernel(dataclasses.replace(p, **{name: getattr(p, name)[order(p.case.B)] for name in names}))
 
 
 def one_sequence(p):
@@ -143,12 +156,12 @@ def one_sequence(p):
     )  # fmt: skip
 
 
-def first(p):
-    return [0] * p.case.B
+def first(B):
+    return [0] * B
 
 
-def turned(p):
-    return [*range(1, p.case.B), 0]
+def turned(B):
+    return [*range(1, B), 0]
 
 
 def before_padding(spans):
@@ -168,236 +181,157 @@ def many_heads(c):
 
 
 def blocks(c):
-    return c.source == "blocks" and (c.dist == "overlap" or c.n * c.block_size > c.L)
+    return c.source == "blocks"
+
+
+def padded_blocks(c):
+    return blocks(c) and (c.dist == "overlap" or c.n * c.block_size > c.L)
 
 
 def any_case(c):
     return True
 
 
+def spans(c):
+    return c.dist != "few"
+
+
 def causal(c):
     return c.causal and (c.S > 1 or c.seqlens)
 
 
-# What a kernel gives, where that may show, and what it is called.
+HEADS = "of another KV head: query head"
+ORDER = "gives the answers of query heads in another order:"
+BATCH = "of another batch entry: each reads those of"
+# What a kernel gives, or the arguments of `kernel`; where that may show; what it is called.
 FAULTS = {
-    "last-key": (lambda p: kernel(p, row=lambda x: x[:-1]), any_case, "misses the last key of a row"),
-    "first-key": (lambda p: kernel(p, row=lambda x: x[1:]), any_case, "misses the first key of a row"),
-    "last-key-of-spans": (
-        lambda p: kernel(p, span=lambda x: x[:-1]), lambda c: c.dist != "few", "misses the last key of each span",
-    ),
-    "twice": (
-        lambda p: kernel(p, row=lambda x: list(dict.fromkeys(x))), lambda c: c.dist == "overlap",
-        "counts a key that is listed twice only once",
-    ),
-    "one-key-early": (lambda p: kernel(p, limit=lambda own, _: own), causal, "ends the causal window one key early"),
-    "one-key-late": (lambda p: kernel(p, limit=lambda own, _: own + 2), causal, "ends the causal window one key late"),
-    "non-causal": (lambda p: kernel(p, limit=lambda _, total: total), causal, "reads keys beyond the causal limit"),
-    "always-causal": (
-        lambda p: kernel(dataclasses.replace(p, causal=True)), lambda c: not c.causal and c.S > 1,
-        "hides keys ahead of the query although causal=False",
-    ),
-    "q-positions": (
-        lambda p: kernel(dataclasses.replace(p, q_positions=None)), lambda c: c.positions and c.causal,
-        "ignores q_positions",
-    ),
+    "last-key": ({"row": lambda x: x[:-1]}, any_case, "misses the last key of a row"),
+    "first-key": ({"row": lambda x: x[1:]}, any_case, "misses the first key of a row"),
+    "last-key-of-spans": ({"span": lambda x: x[:-1]}, spans, "misses the last key of each span"),
+    "twice": ({"row": lambda x: list(dict.fromkeys(x))}, lambda c: c.dist == "overlap",
+              "counts a key that is listed twice only once"),
+    "one-key-early": ({"limit": lambda own, _: own}, causal, "ends the causal window one key early"),
+    "one-key-late": ({"limit": lambda own, _: own + 2}, causal, "ends the causal window one key late"),
+    "non-causal": ({"limit": lambda _, total: total}, causal, "reads keys beyond the causal limit"),
+    "always-causal": (of_another(causal=True), lambda c: not c.causal and c.S > 1,
+                      "hides keys ahead of the query although causal=False"),
+    "q-positions": (of_another(q_positions=None), lambda c: c.positions and c.causal, "ignores q_positions"),
     "from-position-0": (
         lambda p: kernel(p, limit=lambda own, total: own + 1 - (total - p.case.S)),
         lambda c: causal(c) and not c.seqlens and not c.positions, "takes the first query for position 0",
     ),
-    "padding": (lambda p: kernel(p, padding=0), blocks, "takes padding (-1) for block 0"),
-    "padding-last": (
-        lambda p: kernel(p, padding=(p.k.shape[1] - 1) // p.block_size), lambda c: blocks(c) and not c.seqlens,
-        "takes padding (-1) for the last block",
-    ),
-    "stops-at-padding": (
-        lambda p: kernel(p, lists=before_padding), lambda c: c.source == "blocks" and c.dist == "overlap",
-        "stops at the first padding (-1) of a row",
-    ),
+    "padding": ({"padding": 0}, padded_blocks, "takes padding (-1) for block 0"),
+    "padding-last": (lambda p: kernel(p, padding=(p.k.shape[1] - 1) // p.block_size),
+                     lambda c: padded_blocks(c) and not c.seqlens, "takes padding (-1) for the last block"),
+    "stops-at-padding": ({"lists": before_padding}, lambda c: blocks(c) and c.dist == "overlap",
+                         "stops at the first padding (-1) of a row"),
     "stops-at-an-empty-span": (
-        lambda p: kernel(p, lists=before_padding), lambda c: c.source == "ranges" and c.dist == "mixed" and c.N > 4,
+        {"lists": before_padding}, lambda c: c.source == "ranges" and c.dist == "mixed" and c.N > 4,
         "stops at the first empty span of a row",
     ),
-    "last-slot": (
-        lambda p: kernel(p, lists=lambda x: x[:-1]), lambda c: c.source == "blocks",
-        "leaves out the last slot of a row's list of blocks",
-    ),
-    "inclusive": (
-        lambda p: kernel(p, lists=lambda spans: [(a, b + 1) if a < b else (a, b) for a, b in spans]),
-        lambda c: c.source in ("ranges", "blocks"), "reads one key more at the end of each span",
-    ),
-    "blocks-of-64": (
-        lambda p: kernel(dataclasses.replace(p, block_size=64).choosing(p.block_indices)),
-        lambda c: c.source == "blocks" and c.block_size == 48, "takes blocks of 48 keys for blocks of 64",
-    ),
-    "one-tile-of-a-block": (
-        lambda p: kernel(p, span=lambda keys: keys[:64]), lambda c: c.source == "blocks" and c.block_size == 128,
-        "reads only the first 64 keys of each span",
-    ),
-    "two-slots": (
-        lambda p: kernel(p, lists=lambda x: x[:2]), lambda c: c.source == "blocks" and c.n > 3,
-        "reads only the first 2 slots of a row's list of blocks",
-    ),
-    "four-spans": (
-        lambda p: kernel(p, lists=lambda x: x[:4]), lambda c: c.source == "ranges" and c.dist in ("mixed", "many"),
-        "reads only the first 4 slots of a row's list of spans",
-    ),
-    "scale-2%": (lambda p: kernel(p, factor=1.02), any_case, "scales scores by 1.02 times what was asked"),
-    "scale-3.7": (lambda p: kernel(p, factor=3.7), any_case, "scales scores by 3.7 times what was asked"),
+    "last-slot": ({"lists": lambda x: x[:-1]}, blocks, "leaves out the last slot of a row's list of blocks"),
+    "inclusive": ({"lists": lambda spans: [(a, b + 1) if a < b else (a, b) for a, b in spans]},
+                  lambda c: c.source in ("ranges", "blocks"), "reads one key more at the end of each span"),
+    "blocks-of-64": (lambda p: kernel(dataclasses.replace(p, block_size=64).choosing(p.block_indices)),
+                     lambda c: blocks(c) and c.block_size == 48, "takes blocks of 48 keys for blocks of 64"),
+    "one-tile-of-a-block": ({"span": lambda keys: keys[:64]}, lambda c: blocks(c) and c.block_size == 128,
+                            "reads only the first 64 keys of each span"),
+    "two-slots": ({"lists": lambda x: x[:2]}, lambda c: blocks(c) and c.n > 3,
+                  "reads only the first 2 slots of a row's list of blocks"),
+    "four-spans": ({"lists": lambda x: x[:4]}, lambda c: c.source == "ranges" and c.dist in ("mixed", "many"),
+                   "reads only the first 4 slots of a row's list of spans"),
+    "scale-2%": ({"factor": 1.02}, any_case, "scales scores by 1.02 times what was asked"),
+    "scale-3.7": ({"factor": 3.7}, any_case, "scales scores by 3.7 times what was asked"),
     "no-scale": (lambda p: kernel(p, factor=p.case.D**0.5), any_case, "does not divide scores by sqrt(D)"),
     "scale-1/D": (lambda p: kernel(p, factor=p.case.D**-0.5), any_case, "divides scores by D, not by sqrt(D)"),
-    "scale-of-Dv": (
-        lambda p: kernel(p, factor=(p.case.D / p.case.Dv) ** 0.5), lambda c: c.D != c.Dv,
-        "divides scores by sqrt(Dv), not by sqrt(D)",
-    ),
-    "scale-of-padded-D": (
-        lambda p: kernel(p, factor=(p.case.D / 128) ** 0.5), lambda c: 64 < c.D < 128,
-        "rounds D up to a power of two in the scale",
-    ),
-    "scale-of-64": (
-        lambda p: kernel(p, factor=(p.case.D / 64) ** 0.5), lambda c: c.D not in (16, 64),
-        "divides scores by sqrt(64) for any D",
-    ),
-    "log2e": (
-        lambda p: kernel(p, factor=math.log2(math.e)), any_case, "multiplies scores by log2(e) once too often",
-    ),
-    "no-log2e": (
-        lambda p: kernel(p, factor=math.log(2)), any_case, "forgets the factor log2(e) of scores that go to exp2",
-    ),
-    "exp": (
-        lambda p: kernel(p, exp=lambda s: s.float().exp()), lambda c: c.scores > 1,
-        "does not subtract the maximum: the output is not finite, or 0, where exp overflows",
-    ),
-    "h-modulo-HKV": (
-        lambda p: kernel(p, heads=lambda h, HKV, G: (h % HKV, h % HKV)), many_heads,
-        "reads the keys and values of another KV head: query head h reads KV head h % HKV, not h // G",
-    ),
-    "KV-head-0": (
-        lambda p: kernel(p, heads=lambda h, HKV, G: (0, 0)), many_heads,
-        "reads the keys and values of another KV head: every query head reads KV head 0",
-    ),
-    "values": (
-        lambda p: kernel(p, heads=lambda h, HKV, G: (h // G, (h // G + 1) % HKV)), many_heads,
-        "reads the values of another KV head: query head 0 reads KV head 1, not 0",
-    ),
-    "keys": (
-        lambda p: kernel(p, heads=lambda h, HKV, G: ((h // G + 1) % HKV, h // G)), many_heads,
-        "reads the keys of another KV head: query head 0 reads KV head 1, not 0",
-    ),
-    "heads-reversed": (
-        lambda p: in_order(p, list(range(p.case.HQ))[::-1]), lambda c: c.HQ == 4,
-        "gives the answers of query heads in another order: head 0 holds 3, 1 holds 2, 2 holds 1, ...",
-    ),
+    "scale-of-Dv": (lambda p: kernel(p, factor=(p.case.D / p.case.Dv) ** 0.5), lambda c: c.D != c.Dv,
+                    "divides scores by sqrt(Dv), not by sqrt(D)"),
+    "scale-of-padded-D": (lambda p: kernel(p, factor=(p.case.D / 128) ** 0.5), lambda c: 64 < c.D < 128,
+                          "rounds D up to a power of two in the scale"),
+    "scale-of-64": (lambda p: kernel(p, factor=(p.case.D / 64) ** 0.5), lambda c: c.D not in (16, 64),
+                    "divides scores by sqrt(64) for any D"),
+    "log2e": ({"factor": math.log2(math.e)}, any_case, "multiplies scores by log2(e) once too often"),
+    "no-log2e": ({"factor": math.log(2)}, any_case, "forgets the factor log2(e) of scores that go to exp2"),
+    "exp": ({"exp": lambda s: s.float().exp()}, lambda c: c.scores > 1,
+            "does not subtract the maximum: the output is not finite, or 0, where exp overflows"),
+    "h-modulo-HKV": ({"heads": lambda h, HKV, G: (h % HKV, h % HKV)}, many_heads,
+                     f"reads the keys and values {HEADS} h reads KV head h % HKV, not h // G"),
+    "KV-head-0": ({"heads": lambda h, HKV, G: (0, 0)}, many_heads,
+                  "reads the keys and values of another KV head: every query head reads KV head 0"),
+    "values": ({"heads": lambda h, HKV, G: (h // G, (h // G + 1) % HKV)}, many_heads,
+               f"reads the values {HEADS} 0 reads KV head 1, not 0"),
+    "keys": ({"heads": lambda h, HKV, G: ((h // G + 1) % HKV, h // G)}, many_heads,
+             f"reads the keys {HEADS} 0 reads KV head 1, not 0"),
+    "heads-reversed": (in_order(lambda c: list(range(c.HQ))[::-1]), lambda c: c.HQ == 4,
+                       f"{ORDER} head 0 holds 3, 1 holds 2, 2 holds 1, ..."),
     "heads-transposed": (
-        lambda p: in_order(p, [h % p.case.HKV * p.case.H + h // p.case.HKV for h in range(p.case.HQ)]),
-        lambda c: c.HKV > 1 and c.H > 1,
-        "gives the answers of query heads in another order: [G, HKV] instead of [HKV, G]",
+        in_order(lambda c: [h % c.HKV * c.H + h // c.HKV for h in range(c.HQ)]), lambda c: c.HKV > 1 and c.H > 1,
+        f"{ORDER} [G, HKV] instead of [HKV, G]",
     ),
-    "head-0": (
-        lambda p: in_order(p, [0] * p.case.HQ), lambda c: c.HQ > 1 and c.HKV == 1,
-        "gives the answers of query heads in another order: every head holds 0",
-    ),
-    "columns-zero": (
-        lambda p: filled(p, 0.0, ..., slice(12, None)), any_case, "leaves output columns from 12 on zero",
-    ),
-    "columns-NaN": (
-        lambda p: filled(p, math.nan, ..., slice(12, None)), any_case, "leaves output columns from 12 on NaN",
-    ),
-    "columns-wrong": (
-        lambda p: filled(p, 3.0, ..., slice(12, None)), any_case, "is right except for output columns from 12 on",
-    ),
+    "head-0": (in_order(lambda c: [0] * c.HQ), lambda c: c.HQ > 1 and c.HKV == 1, f"{ORDER} every head holds 0"),
+    "columns-zero": (filled(0.0, ..., slice(12, None)), any_case, "leaves output columns from 12 on zero"),
+    "columns-NaN": (filled(math.nan, ..., slice(12, None)), any_case, "leaves output columns from 12 on NaN"),
+    "columns-wrong": (filled(3.0, ..., slice(12, None)), any_case, "is right except for output columns from 12 on"),
     "last-head": (
-        lambda p: filled(p, 0.0, ..., slice(2, None), slice(None)), lambda c: c.HQ > 2,
-        "leaves query heads from 2 on zero",
+        filled(0.0, ..., slice(2, None), slice(None)), lambda c: c.HQ > 2, "leaves query heads from 2 on zero",
     ),
     "last-queries": (
-        lambda p: filled(p, math.nan, slice(1, None)), lambda c: c.S == 1 and c.B > 1 and not c.seqlens,
-        "leaves queries from 1 on NaN",
+        filled(math.nan, slice(1, None)), lambda c: c.S == 1 and batches(c), "leaves queries from 1 on NaN",
     ),
-    "nothing": (lambda p: filled(p, 0.0, ...), any_case, "leaves the whole output zero"),
-    "batch-0": (
-        lambda p: reordered(p, first(p), "k", "v"), batches,
-        "reads the keys and values of another batch entry: each reads those of the first",
-    ),
+    "nothing": (filled(0.0, ...), any_case, "leaves the whole output zero"),
+    "batch-0": (reordered(first, "k", "v"), batches, f"reads the keys and values {BATCH} the first"),
     "next-batch": (
-        lambda p: reordered(p, turned(p), "k", "v"), lambda c: batches(c) and c.B > 2,
-        "reads the keys and values of another batch entry: each reads those of the next",
+        reordered(turned, "k", "v"), lambda c: batches(c) and c.B > 2, f"reads the keys and values {BATCH} the next",
     ),
     "batch-mirrored": (
-        lambda p: reordered(p, list(range(p.case.B))[::-1], "q", "k", "v", "ranges"),
-        lambda c: batches(c) and c.B > 2 and c.source == "ranges",
-        "reads everything of another batch entry: each reads those of its mirror image",
+        reordered(lambda B: list(range(B))[::-1], "q", "k", "v", "ranges"),
+        lambda c: batches(c) and c.B > 2 and c.source == "ranges", f"reads everything {BATCH} its mirror image",
     ),
-    "keys-of-batch-0": (
-        lambda p: reordered(p, first(p), "k"), batches,
-        "reads the keys of another batch entry: each reads those of the first",
-    ),
-    "values-of-batch-0": (
-        lambda p: reordered(p, first(p), "v"), batches,
-        "reads the values of another batch entry: each reads those of the first",
-    ),
-    "queries-of-batch-0": (
-        lambda p: reordered(p, first(p), "q"), batches,
-        "reads the queries of another batch entry: each reads those of the first",
-    ),
-    "selection-of-batch-0": (
-        lambda p: reordered(p, first(p), "ranges"), lambda c: batches(c) and c.source == "ranges",
-        "reads the selection of another batch entry: each reads those of the first",
-    ),
-    "sequence-0": (
-        lambda p: kernel(p, entry=lambda i, n: 0), lambda c: c.seqlens,
-        "reads the keys and values of another sequence: each reads those of the first",
-    ),
-    "next-sequence": (
-        lambda p: kernel(p, entry=lambda i, n: (i + 1) % n), keys_differ,
-        "reads the keys and values of another sequence: each reads those of the next",
-    ),
-    "packed-row-0": (
-        lambda p: kernel(p, entry=lambda i, n: 0), lambda c: c.source == "varlen",
-        "reads the keys and values of another packed row: each reads those of the first",
-    ),
+    "keys-of-batch-0": (reordered(first, "k"), batches, f"reads the keys {BATCH} the first"),
+    "values-of-batch-0": (reordered(first, "v"), batches, f"reads the values {BATCH} the first"),
+    "queries-of-batch-0": (reordered(first, "q"), batches, f"reads the queries {BATCH} the first"),
+    "selection-of-batch-0": (reordered(first, "ranges"), lambda c: batches(c) and c.source == "ranges",
+                             f"reads the selection {BATCH} the first"),
+    "sequence-0": ({"entry": lambda i, n: 0}, lambda c: c.seqlens,
+                   "reads the keys and values of another sequence: each reads those of the first"),
+    "next-sequence": ({"entry": lambda i, n: (i + 1) % n}, keys_differ,
+                      "reads the keys and values of another sequence: each reads those of the next"),
+    "packed-row-0": ({"entry": lambda i, n: 0}, lambda c: c.source == "varlen",
+                     "reads the keys and values of another packed row: each reads those of the first"),
     "cu_seqlens-of-queries": (
-        lambda p: kernel(dataclasses.replace(p, cu_seqlens_k=None)), keys_differ,
-        "takes cu_seqlens of the queries for those of the keys",
+        of_another(cu_seqlens_k=None), keys_differ, "takes cu_seqlens of the queries for those of the keys",
     ),
     "place-among-all": (
         lambda p: kernel(dataclasses.replace(p, q_positions=torch.arange(len(p.q)))),
         lambda c: c.seqlens and c.causal, "takes a query's place among all packed queries for its position",
     ),
-    "one-sequence": (
-        lambda p: tuple(x[0] for x in kernel(one_sequence(p))), lambda c: c.seqlens,
-        "takes packed sequences for one sequence",
-    ),
-    "sink": (lambda p: kernel(p, sink=lambda h: 0.0), any_case, "adds a sink to the softmax: one more score, 0"),
-    "learned-sink": (
-        lambda p: kernel(p, sink=lambda h: math.cos(h) + 1), lambda c: c.B * c.S > 1 and c.scores == 1,
-        "adds a sink to the softmax: one more score, learned by each query head",
-    ),
+    "one-sequence": (lambda p: tuple(x[0] for x in kernel(one_sequence(p))), lambda c: c.seqlens,
+                     "takes packed sequences for one sequence"),
+    "sink": ({"sink": lambda h: 0.0}, any_case, "adds a sink to the softmax: one more score, 0"),
+    "learned-sink": ({"sink": lambda h: math.cos(h) + 1}, lambda c: c.B * c.S > 1 and c.scores == 1,
+                     "adds a sink to the softmax: one more score, learned by each query head"),
 }  # fmt: skip
 for size, forgotten, each, of in (
     (16, "accumulator", False, "a row"), (32, "accumulator", True, "each span"), (64, "accumulator", False, "a row"),
     (16, "sum of weights", False, "a row"), (16, "accumulator and its sum of weights", True, "each span"),
 ):  # fmt: skip
     FAULTS[f"not-rescaled-{size}-{forgotten}"] = (
-        lambda p, how=(size, each, forgotten): kernel(p, online=how),
-        lambda c, size=size, each=each: c.L > size and (c.dist != "few" or not each),
+        {"online": (size, each, forgotten)},
+        lambda c, size=size, each=each: c.L > size and (spans(c) or not each),
         f"does not rescale its {forgotten} when the running maximum grows (tiles of {size} keys of {of})",
-    )  # fmt: skip
+    )
 APART = ("does not rescale", "adds a sink", "another batch entry", "another sequence", "another packed row")
 """Words of mistakes that are named only where they were made."""
 for size in (16, 32, 64, 128):
-    FAULTS[f"partial-block-{size}"] = (
-        lambda p, size=size: kernel(p, row=lambda x: x[: len(x) // size * size]), lambda c: c.L != 1,
-        f"drops the last partial block of {size} keys of a row",
-    )  # fmt: skip
-    FAULTS[f"partial-block-of-spans-{size}"] = (
-        lambda p, size=size: kernel(p, span=lambda x: x[: len(x) // size * size]), lambda c: c.dist != "few",
-        f"drops the last partial block of {size} keys of each span",
-    )  # fmt: skip
-    FAULTS[f"empty-slots-{size}"] = (
-        lambda p, size=size: kernel(p, pad=lambda n: -n % size), any_case,
-        f"counts empty slots of the last block of {size} keys as keys of score 0",
-    )  # fmt: skip
+
+    def whole(keys, size=size):
+        return keys[: len(keys) // size * size]
+
+    drops = f"drops the last partial block of {size} keys of"
+    FAULTS[f"partial-block-{size}"] = ({"row": whole}, lambda c: c.L != 1, f"{drops} a row")
+    FAULTS[f"partial-block-of-spans-{size}"] = ({"span": whole}, spans, f"{drops} each span")
+    text = f"counts empty slots of the last block of {size} keys as keys of score 0"
+    FAULTS[f"empty-slots-{size}"] = ({"pad": lambda n, size=size: -n % size}, any_case, text)
 
 
 @functools.cache
@@ -453,7 +387,7 @@ def test_a_wrong_kernel_is_named(fault, dtype):
     shown, first, alone = 0, 0, False
     for c in cases(dtype, where, 3 if "padding" in fault else 2):  # few cases have padding that shows
         oracle = oracle_of(c)
-        result = give(oracle.problem)
+        result = kernel(oracle.problem, **give) if isinstance(give, dict) else give(oracle.problem)
         if red(result, oracle):
             shown += 1
             found = diagnose(result, oracle)
