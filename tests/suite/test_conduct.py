@@ -359,10 +359,9 @@ def test_without_asserts_nothing_is_judged(tmp_path):
     assert "the suite judges by assert, which -O and PYTHONOPTIMIZE remove" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("outcome", "wrong", "red"),
-    [("failed", {}, True), ("rerun", {}, True), ("passed", {"case": {}}, True), ("passed", {}, False)],
-)
+@pytest.mark.parametrize(("outcome", "wrong", "red"), [
+    ("failed", {}, True), ("rerun", {}, True), ("passed", {"case": {}}, True), ("passed", {}, False),
+])  # fmt: skip
 def test_what_was_wrong_once_ends_red(monkeypatch, outcome, wrong, red):
     """pytest-rerunfailures runs a test again, also one whose worker died, and ends green."""
     impl = contestant(right)

@@ -333,11 +333,9 @@ def test_once(request, lane):
 """
 
 
-@pytest.mark.parametrize(
-    ("entry", "words"),
-    [(True, []), (True, ["--nsa-seed", "7"]), (True, ["--nsa-seed", "7", "-n", "1"]), (False, ["--nsa-seed", "7"])],
-    ids=["editable-plain", "editable-option", "editable-xdist", "not-installed"],
-)
+@pytest.mark.parametrize(("entry", "words"), [
+    (True, []), (True, ["--nsa-seed", "7"]), (True, ["--nsa-seed", "7", "-n", "1"]), (False, ["--nsa-seed", "7"]),
+], ids=["editable-plain", "editable-option", "editable-xdist", "not-installed"])  # fmt: skip
 def test_a_checkout_registers_the_plugin_once(run_pytest, tmp_path, site, metadata, entry, words):
     """Its root conftest.py does, and where it is installed, the entry point, too."""
     lay_out(tmp_path, {"tests/parity/test_once.py": REGISTERED.format(entry=entry)})

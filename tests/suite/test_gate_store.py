@@ -25,14 +25,11 @@ def run_of(samples, info, **more):
     return {"machine_info": {"device": "gpu"}, "benchmarks": [bench]} | more
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("fix/abc", "fix-abc"), ("abc1234", "abc1234"), ("../../x", "x"), ("..", "unnamed"), ("", "unnamed"),
-        ("a b\0c\nd", "a-b-c-d"), ("nvidia-h100-80gb-hbm3", "nvidia-h100-80gb-hbm3"), (".hidden", "hidden"),
-        ("my.package:attend@blocks", "my.package-attend@blocks"), ("noyau_é", "noyau_é"), ("\udcff", "unnamed"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "name"), [
+    ("fix/abc", "fix-abc"), ("abc1234", "abc1234"), ("../../x", "x"), ("..", "unnamed"), ("", "unnamed"),
+    ("a b\0c\nd", "a-b-c-d"), ("nvidia-h100-80gb-hbm3", "nvidia-h100-80gb-hbm3"), (".hidden", "hidden"),
+    ("my.package:attend@blocks", "my.package-attend@blocks"), ("noyau_é", "noyau_é"), ("\udcff", "unnamed"),
+])  # fmt: skip
 def test_any_text_makes_a_name_of_a_file(text, name, tmp_path):
     assert store.file_name(text) == name
     (tmp_path / name).touch()

@@ -75,10 +75,9 @@ def vllm(importable):
     return peers.vllm()["vllm"], called
 
 
-@pytest.mark.parametrize(
-    ("name", "called"),
-    [("step", ["steps"]), ("chunk", ["chunks"]), ("ragged", ["chunks", "steps"]), ("fp8", ["chunks", "steps"])],
-)
+@pytest.mark.parametrize(("name", "called"), [
+    ("step", ["steps"]), ("chunk", ["chunks"]), ("ragged", ["chunks", "steps"]), ("fp8", ["chunks", "steps"]),
+])  # fmt: skip
 def test_all_compute_the_same_over_one_cache(vllm, device, name, called):
     problem = m3.make(SMALL[name], device)
     truth = Oracle.of(problem)

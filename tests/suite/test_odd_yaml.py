@@ -44,10 +44,9 @@ def test_the_text_names_file_and_line(value, tmp_path):
 
 
 @pytest.mark.parametrize("loader", ["CSafeLoader", "SafeLoader"])
-@pytest.mark.parametrize(
-    "text", ["[" * 200_000, "{a: " * 200_000, BOMB, "&x [*x, 2026-02-31]", "{a: {b: !!foo x}, c: 2026-02-31}", "a\n"],
-    ids=["lists", "mappings", "bomb", "circle", "two", "scalar"],
-)  # fmt: skip
+@pytest.mark.parametrize("text", [
+    "[" * 200_000, "{a: " * 200_000, BOMB, "&x [*x, 2026-02-31]", "{a: {b: !!foo x}, c: 2026-02-31}", "a\n",
+], ids=["lists", "mappings", "bomb", "circle", "two", "scalar"])  # fmt: skip
 def test_a_file_that_is_none_is_refused(text, loader, tmp_path, monkeypatch):
     monkeypatch.setattr(yaml, "CSafeLoader", getattr(yaml, loader), raising=False)
     path = tmp_path / "x.yaml"

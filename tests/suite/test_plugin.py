@@ -218,10 +218,9 @@ def chooser(monkeypatch):
     nsa_settings.interpreter.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("visible", "worker", "pinned"),
-    [(None, "gw0", "0"), (None, "gw4", "1"), ("5,7", "gw1", "7"), ("GPU-a,GPU-b", "gw2", "GPU-a"), ("5,7", "", "5,7")],
-)
+@pytest.mark.parametrize(("visible", "worker", "pinned"), [
+    (None, "gw0", "0"), (None, "gw4", "1"), ("5,7", "gw1", "7"), ("GPU-a,GPU-b", "gw2", "GPU-a"), ("5,7", "", "5,7"),
+])  # fmt: skip
 def test_worker_is_pinned_to_one_gpu(chooser, monkeypatch, visible, worker, pinned):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     if visible is not None:

@@ -294,10 +294,9 @@ def test_machine_that_slowed_as_a_whole_changes_nothing(recorded, tmp_path):
     assert {round(ratio, 6) for _, _, ratio, _, _ in found} == {1.0}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("{", "expected the JSON of a pytest"), ("{}", "machine_info: expected a mapping"), (None, "cannot be read")],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("{", "expected the JSON of a pytest"), ("{}", "machine_info: expected a mapping"), (None, "cannot be read"),
+])  # fmt: skip
 def test_unreadable_recording_is_one_line(tmp_path, capsys, text, message):
     path = tmp_path / "run.json"
     if text is not None:

@@ -144,10 +144,9 @@ def test_what_selectors_are_timed_beside_is_right(case):
     ]
 
 
-@pytest.mark.parametrize(
-    "does",
-    ["chooses", "remembers", "leaves out", "differs", "keeps pages", "keeps lengths", "right where it is judged"],
-)
+@pytest.mark.parametrize("does", [
+    "chooses", "remembers", "leaves out", "differs", "keeps pages", "keeps lengths", "right where it is judged",
+])  # fmt: skip
 def test_what_is_chosen_after_inputs_changed_in_place_is_judged(does):
     case = dataclasses.replace(SERVED[2], dtype="fp32", D=16, **SMALL["qsa-chunk2048"])
     sets = [case.make("cpu") for _ in range(2)]

@@ -100,10 +100,9 @@ def test_what_compiles_but_no_gpu_has_run_is_tried(monkeypatch, name):
         parent.require(variant_of(name), torch.device("cuda", 0), ())
 
 
-@pytest.mark.parametrize(
-    "entries",
-    ["3", "[3.6]", "[{triton: '3.6'}]", "[{triton: '3.10', arch: sm_90}]", "{", "[{triton: 3.1, arch: x, sources: x}]"],
-)
+@pytest.mark.parametrize("entries", [
+    "3", "[3.6]", "[{triton: '3.6'}]", "[{triton: '3.10', arch: sm_90}]", "{", "[{triton: 3.1, arch: x, sources: x}]",
+])  # fmt: skip
 def test_a_list_that_is_none(monkeypatch, tmp_path, entries):
     monkeypatch.setattr(passed, "LIST", tmp_path / "compiled.yaml")
     (tmp_path / "compiled.yaml").write_text(f"passed: {entries}")
@@ -269,21 +268,17 @@ def test_what_a_source_means():
     assert sources.meaning(prose.encode()) == sources.meaning(CODE.encode())
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.write_bytes(b""),
-        lambda path: path.write_bytes(path.read_bytes()[:40]),
-        lambda path: path.write_bytes(b"\xff\xfe\x00"),
-        lambda path: path.write_text("[]"),
-        lambda path: path.write_text("[" * 200_000),
-        lambda path: path.write_text(json.dumps({"key": path.stem})),
-        lambda path: path.write_text(json.dumps({"key": path.stem, "call": {}, "cause": 3})),
-        lambda path: path.write_text(json.dumps({"key": "another", "cause": None})),
-        lambda path: path.unlink() or path.mkdir(),
-    ],
-    ids=["empty", "truncated", "binary", "list", "deep", "no-cause", "cause-3", "another's", "folder"],
-)
+@pytest.mark.parametrize("damage", [
+    lambda path: path.write_bytes(b""),
+    lambda path: path.write_bytes(path.read_bytes()[:40]),
+    lambda path: path.write_bytes(b"\xff\xfe\x00"),
+    lambda path: path.write_text("[]"),
+    lambda path: path.write_text("[" * 200_000),
+    lambda path: path.write_text(json.dumps({"key": path.stem})),
+    lambda path: path.write_text(json.dumps({"key": path.stem, "call": {}, "cause": 3})),
+    lambda path: path.write_text(json.dumps({"key": "another", "cause": None})),
+    lambda path: path.unlink() or path.mkdir(),
+], ids=["empty", "truncated", "binary", "list", "deep", "no-cause", "cause-3", "another's", "folder"])  # fmt: skip
 def test_a_damaged_file_is_no_file(answer, damage, kept):
     whats = answer(BAD)
     parent.find_out(WHAT, CPU)

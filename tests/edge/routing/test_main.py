@@ -68,10 +68,9 @@ def test_doctor_names_a_setting_that_cannot_be_parsed(run_pytest):
     assert done.stderr.startswith("nsa: NSA_FORCE_PARITY='perhaps': expected one of")
 
 
-@pytest.mark.parametrize(
-    ("variables", "reason"), [({}, "no usable NVIDIA GPU"), ({"TRITON_INTERPRET": "1"}, "TRITON_INTERPRET is set")],
-    ids=["no-gpu", "interpreter"],
-)  # fmt: skip
+@pytest.mark.parametrize(("variables", "reason"), [
+    ({}, "no usable NVIDIA GPU"), ({"TRITON_INTERPRET": "1"}, "TRITON_INTERPRET is set"),
+], ids=["no-gpu", "interpreter"])  # fmt: skip
 def test_calibrate_without_a_gpu_is_one_line(run_pytest, tmp_path, variables, reason):
     """It needs no pytest."""
     program = (

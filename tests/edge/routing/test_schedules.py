@@ -83,18 +83,14 @@ def test_work_by_blocks():
     assert work(USUAL._replace(G=16, keys=128), "key_major")["numbers_walked"] > 0
 
 
-@pytest.mark.parametrize(
-    ("changed", "left"),
-    [
-        ({}, 1),  # eight neighbours list 32 different blocks
-        ({"shared": 0.9}, 0),
-        ({"keys": 128}, 0),  # there are only eight blocks
-        ({"shared": 0.9, "queries": 4}, 1),  # a tile has tokens of two sequences
-        ({"shared": 0.9, "queries": 4, "sequences": 1}, 0),
-        ({"shared": 0.9, "queries": 20}, 7 / 20),  # some tiles have
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("changed", "left"), [
+    ({}, 1),  # eight neighbours list 32 different blocks
+    ({"shared": 0.9}, 0),
+    ({"keys": 128}, 0),  # there are only eight blocks
+    ({"shared": 0.9, "queries": 4}, 1),  # a tile has tokens of two sequences
+    ({"shared": 0.9, "queries": 4, "sequences": 1}, 0),
+    ({"shared": 0.9, "queries": 20}, 7 / 20),  # some tiles have
+], ids=str)  # fmt: skip
 def test_rows_without_a_union(changed, left):
     found = work(USUAL._replace(**changed), "union")
     assert found["rest"] == pytest.approx(left)
@@ -105,13 +101,10 @@ def test_no_tile_of_union_holds_two_tokens_of_many_wide_heads():
     assert work(USUAL._replace(G=32, Dv=256), "union") == {}
 
 
-@pytest.mark.parametrize(
-    ("changed", "kind"),
-    [
-        ({}, "narrow"), ({"Dv": 129}, "wide"), ({"e4m3": True}, "narrow_e4m3"), ({"D": 257}, "wide"),
-        ({"D": 192}, "narrow"),  # the tiles are those of narrow head dims, see `sizes.narrow`
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changed", "kind"), [
+    ({}, "narrow"), ({"Dv": 129}, "wide"), ({"e4m3": True}, "narrow_e4m3"), ({"D": 257}, "wide"),
+    ({"D": 192}, "narrow"),  # the tiles are those of narrow head dims, see `sizes.narrow`
+])  # fmt: skip
 def test_kinds(changed, kind):
     assert USUAL._replace(**changed).kind == kind
 
@@ -134,15 +127,11 @@ def test_a_call_costs_the_mean_of_all_overlaps():
     assert schedules.microseconds(costs, USUAL._replace(G=64)) == {}, "union has no tile"
 
 
-@pytest.mark.parametrize(
-    ("query_major", "key_major", "rows", "expected"),
-    [
-        ("calls: 9", "calls: 10", 66, True), ("calls: 9", "calls: 10", 65, False),
-        ("calls: 9.7", "calls: 10", 66, False), (None, "calls: 10", 66, False),
-        ("calls: 9", "numbers_of_blocks: 19", 66, True),
-    ],
-    ids=["faster", "few rows", "within the margin", "not measured", "faster if rows share none"],
-)  # fmt: skip
+@pytest.mark.parametrize(("query_major", "key_major", "rows", "expected"), [
+    ("calls: 9", "calls: 10", 66, True), ("calls: 9", "calls: 10", 65, False),
+    ("calls: 9.7", "calls: 10", 66, False), (None, "calls: 10", 66, False),
+    ("calls: 9", "numbers_of_blocks: 19", 66, True),
+], ids=["faster", "few rows", "within the margin", "not measured", "faster if rows share none"])  # fmt: skip
 def test_what_serves_the_rows_that_unions_leave(folder, query_major, key_major, rows, expected):
     """Query-major, if it is expected to be clearly faster, as rows share no blocks, and fills half of the GPU."""
     of = {"query_major": query_major, "key_major": key_major}
@@ -163,14 +152,10 @@ def test_query_major_serves_unless_another_is_faster_by_a_margin():
     assert schedules.fastest(Costs({"narrow": of}, {}, None), USUAL, ()) == "query_major"
 
 
-@pytest.mark.parametrize(
-    ("tokens", "sequences", "longest", "want"),
-    [
-        (325, 2, 163, (2, 163, False)), (16363, 3, 5455, (3, 5455, False)),
-        (1063, 64, 1000, (1, 1000, True)), (2048, 2, None, (2, 1024, True)),
-    ],
-    ids=["two alike", "three alike", "one prompt and steps", "not told"],
-)
+@pytest.mark.parametrize(("tokens", "sequences", "longest", "want"), [
+    (325, 2, 163, (2, 163, False)), (16363, 3, 5455, (3, 5455, False)),
+    (1063, 64, 1000, (1, 1000, True)), (2048, 2, None, (2, 1024, True)),
+], ids=["two alike", "three alike", "one prompt and steps", "not told"])  # fmt: skip
 def test_sequences_of_a_ragged_batch(tokens, sequences, longest, want):
     q, k = torch.zeros(tokens, 16, 64, dtype=torch.float16), torch.zeros(64, 128, 1, 64, dtype=torch.float16)
     call = Call(
