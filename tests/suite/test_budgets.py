@@ -24,14 +24,8 @@ def complaints(change, architecture=ADA):
     ({"local": 1281}, "1281 bytes of local memory a thread, 1280 are allowed"),
     ({"looped": 641}, "spills in a loop: 641 bytes a turn, 640 are allowed"),
     ({"hasty": True}, "is launched early, and accesses memory before it waits for the previous kernel"),
-    (
-        {"mixed": True},
-        "matrices with different swizzles share an address, which ptxas 12.8 may lose (`child.mixed`)",
-    ),
-    (
-        {"askew": True},
-        "tiles that `wgmma` reads are not aligned to their swizzle's pattern (`child.askew`)",
-    ),
+    ({"mixed": True}, "matrices with different swizzles share an address, which ptxas 12.8 may lose (`child.mixed`)"),
+    ({"askew": True}, "tiles that `wgmma` reads are not aligned to their swizzle's pattern (`child.askew`)"),
     ({"mma": False}, "no matrix instruction in its assembly: the dot products do not reach the tensor cores"),
 ])  # fmt: skip
 def test_what_is_complained_of(change, complaint):

@@ -264,25 +264,20 @@ FAULTS = {
              f"reads the keys {HEADS} 0 reads KV head 1, not 0"),
     "heads-reversed": (in_order(lambda c: list(range(c.HQ))[::-1]), lambda c: c.HQ == 4,
                        f"{ORDER} head 0 holds 3, 1 holds 2, 2 holds 1, ..."),
-    "heads-transposed": (
-        in_order(lambda c: [h % c.HKV * c.H + h // c.HKV for h in range(c.HQ)]), lambda c: c.HKV > 1 and c.H > 1,
-        f"{ORDER} [G, HKV] instead of [HKV, G]",
-    ),
+    "heads-transposed": (in_order(lambda c: [h % c.HKV * c.H + h // c.HKV for h in range(c.HQ)]),
+                         lambda c: c.HKV > 1 and c.H > 1, f"{ORDER} [G, HKV] instead of [HKV, G]"),
     "head-0": (in_order(lambda c: [0] * c.HQ), lambda c: c.HQ > 1 and c.HKV == 1, f"{ORDER} every head holds 0"),
     "columns-zero": (filled(0.0, ..., slice(12, None)), any_case, "leaves output columns from 12 on zero"),
     "columns-NaN": (filled(math.nan, ..., slice(12, None)), any_case, "leaves output columns from 12 on NaN"),
     "columns-wrong": (filled(3.0, ..., slice(12, None)), any_case, "is right except for output columns from 12 on"),
-    "last-head": (
-        filled(0.0, ..., slice(2, None), slice(None)), lambda c: c.HQ > 2, "leaves query heads from 2 on zero",
-    ),
-    "last-queries": (
-        filled(math.nan, slice(1, None)), lambda c: c.S == 1 and batches(c), "leaves queries from 1 on NaN",
-    ),
+    "last-head": (filled(0.0, ..., slice(2, None), slice(None)), lambda c: c.HQ > 2,
+                  "leaves query heads from 2 on zero"),
+    "last-queries": (filled(math.nan, slice(1, None)), lambda c: c.S == 1 and batches(c),
+                     "leaves queries from 1 on NaN"),
     "nothing": (filled(0.0, ...), any_case, "leaves the whole output zero"),
     "batch-0": (reordered(first, "k", "v"), batches, f"reads the keys and values {BATCH} the first"),
-    "next-batch": (
-        reordered(turned, "k", "v"), lambda c: batches(c) and c.B > 2, f"reads the keys and values {BATCH} the next",
-    ),
+    "next-batch": (reordered(turned, "k", "v"), lambda c: batches(c) and c.B > 2,
+                   f"reads the keys and values {BATCH} the next"),
     "batch-mirrored": (
         reordered(lambda B: list(range(B))[::-1], "q", "k", "v", "ranges"),
         lambda c: batches(c) and c.B > 2 and c.source == "ranges", f"reads everything {BATCH} its mirror image",
@@ -298,9 +293,8 @@ FAULTS = {
                       "reads the keys and values of another sequence: each reads those of the next"),
     "packed-row-0": ({"entry": lambda i, n: 0}, lambda c: c.source == "varlen",
                      "reads the keys and values of another packed row: each reads those of the first"),
-    "cu_seqlens-of-queries": (
-        of_another(cu_seqlens_k=None), keys_differ, "takes cu_seqlens of the queries for those of the keys",
-    ),
+    "cu_seqlens-of-queries": (of_another(cu_seqlens_k=None), keys_differ,
+                              "takes cu_seqlens of the queries for those of the keys"),
     "place-among-all": (
         lambda p: kernel(dataclasses.replace(p, q_positions=torch.arange(len(p.q)))),
         lambda c: c.seqlens and c.causal, "takes a query's place among all packed queries for its position",

@@ -331,9 +331,8 @@ WRONG_KERNELS = {
     "three": (returning(lambda r: (*r, r[1])), "LSE", r"expected \(O, LSE\) with return_lse=True, got a tuple of 3"),
     "list": (returning(list), "LSE", r"expected \(O, LSE\) with return_lse=True, got a list"),
     "LSE-not-a-tensor": (returning(lambda r: (r[0], 0.0)), "LSE", "expected a tensor LSE, got a float"),
-    "LSE-shape": (
-        returning(lambda r: (r[0], r[1][..., None])), "LSE", r"expected LSE of shape \(1, 3, 4\), got \(1, 3, 4, 1\)",
-    ),
+    "LSE-shape": (returning(lambda r: (r[0], r[1][..., None])), "LSE",
+                  r"expected LSE of shape \(1, 3, 4\), got \(1, 3, 4, 1\)"),
     "LSE-dtype": (returning(lambda r: (r[0], r[1].double())), "LSE", "expected an LSE in float32, got torch.float64"),
     "LSE-value": (returning(lambda r: (r[0], r[1] / math.log(2))), "LSE", "LSE error .* > bound"),
 } | {

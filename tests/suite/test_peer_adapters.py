@@ -110,10 +110,7 @@ def test_a_peer_that_breaks_is_listed_not_raised(device, error):
 
 
 @pytest.mark.parametrize(("case", "reason"), [
-    (
-        Case(4, 64, 64, 512, 1, "decode", "bf16"),
-        "needs a group and blocks of 16, 32, 64, …, got 4 and 64",
-    ),
+    (Case(4, 64, 64, 512, 1, "decode", "bf16"), "needs a group and blocks of 16, 32, 64, …, got 4 and 64"),
     (Case(16, 64, 64, 64, 16, "many", "bf16"), "takes causal blocks of a batch, not ranges"),
 ], ids=["small group", "ranges"])  # fmt: skip
 def test_what_fla_does_not_take_is_said(fla, case, reason):

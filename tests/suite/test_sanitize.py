@@ -53,14 +53,9 @@ def test_all_clean(tool, capsys):
 
 @pytest.mark.parametrize(("how", "line"), [
     ({"planted": 0}, "memcheck, memcheck: FAILED, exit 0, planted fault NOT caught"),
-    (
-        {"said": dict.fromkeys(CAUGHT, "========= some other error")},
-        "racecheck: FAILED, exit 77, planted fault NOT",
-    ),
-    (
-        {"matrix": sanitize.FOUND},
-        "memcheck, matrix: FAILED, exit 77, checked 70 calls\n========= Invalid __global__ write",
-    ),
+    ({"said": dict.fromkeys(CAUGHT, "========= some other error")}, "racecheck: FAILED, exit 77, planted fault NOT"),
+    ({"matrix": sanitize.FOUND},
+     "memcheck, matrix: FAILED, exit 77, checked 70 calls\n========= Invalid __global__ write"),
     ({"matrix": 1}, "racecheck, matrix: FAILED, exit 1"),
 ], ids=["blind", "other fault", "reports", "crash"])  # fmt: skip
 def test_what_is_wrong_is_shown(tool, capsys, how, line):

@@ -98,9 +98,7 @@ HANG = "import subprocess, time; x = subprocess.Popen(['sleep', '100000']); open
 FAULTS = {
     "abort": ("os.abort()", "killed by SIGABRT", True),
     "wrong": (f"{REAL}; tensors[3].mul_(1.01)", "wrong result: max error 0.0", True),
-    "compilation": (
-        "raise CompilationError('a = b', ast.parse('a').body[0], 'no')", "CompilationError: at 1:0:", True,
-    ),
+    "compilation": ("raise CompilationError('a = b', ast.parse('a').body[0], 'no')", "CompilationError: at 1:0:", True),
     "exception": ("raise RuntimeError('no C compiler')", "RuntimeError: no C compiler", False),
 }  # fmt: skip
 

@@ -186,28 +186,19 @@ WRONG = {
     "no-yaml": ("{", "expected YAML: "),
     "section": ("schedule: {}", "unknown key schedule, expected one of: threshold, costs, tiles"),
     "empty-section": ("threshold:", "threshold: expected a mapping, got None"),
-    "no-min-L": (
-        THRESHOLD.replace("sel_triton_min_L: 64, ", ""), f"threshold.sel_triton_min_L: {INTEGER}, found no such key",
-    ),
+    "no-min-L": (THRESHOLD.replace("sel_triton_min_L: 64, ", ""),
+                 f"threshold.sel_triton_min_L: {INTEGER}, found no such key"),
     **{
         f"min-L-{value}": (THRESHOLD.replace("64", value), f"threshold.sel_triton_min_L: {INTEGER}, got {got}")
         for value, got in {"x": "'x'", "on": "True", "-1": "-1"}.items()
     },
-    "layout": (
-        THRESHOLD.replace("expanded", "best"),
-        "threshold.sdpa_layout: expected one of heads_as_queries, expanded, enable_gqa, got 'best'",
-    ),
-    "threshold-key": (
-        THRESHOLD.replace("sdpa_layout: expanded", "speed: 2"),
-        "unknown key threshold.speed, expected one of: sel_triton_min_L, sdpa_layout, provenance",
-    ),
-    "threshold-provenance": (
-        "threshold: {sel_triton_min_L: 1}", f"threshold.provenance: {KEYS}, margin, got None",
-    ),
-    "kind": (
-        "costs: {small: {}}",
-        "unknown key costs.small, expected one of: narrow, wide, narrow_e4m3, wide_e4m3, provenance",
-    ),
+    "layout": (THRESHOLD.replace("expanded", "best"),
+               "threshold.sdpa_layout: expected one of heads_as_queries, expanded, enable_gqa, got 'best'"),
+    "threshold-key": (THRESHOLD.replace("sdpa_layout: expanded", "speed: 2"),
+                      "unknown key threshold.speed, expected one of: sel_triton_min_L, sdpa_layout, provenance"),
+    "threshold-provenance": ("threshold: {sel_triton_min_L: 1}", f"threshold.provenance: {KEYS}, margin, got None"),
+    "kind": ("costs: {small: {}}",
+             "unknown key costs.small, expected one of: narrow, wide, narrow_e4m3, wide_e4m3, provenance"),
     "no-terms": ("costs: {wide: {query_major: 1}}", "costs.wide.query_major: expected a mapping, got 1"),
     **{
         f"cost-{cost}": (
@@ -216,10 +207,8 @@ WRONG = {
         )
         for cost, got in {"-1": "-1", ".nan": "nan", ".inf": "inf", "x": "'x'", "true": "True", "[1]": "[1]"}.items()
     },
-    "part-of-a-provenance": (
-        COSTS.replace(f"{{{OF}, command: c, shapes: s}}", "{gpu: x}"),
-        f"costs.provenance: {KEYS}, command, shapes, got {{'gpu': 'x'}}",
-    ),
+    "part-of-a-provenance": (COSTS.replace(f"{{{OF}, command: c, shapes: s}}", "{gpu: x}"),
+                             f"costs.provenance: {KEYS}, command, shapes, got {{'gpu': 'x'}}"),
     "family": ("tiles: {key_major: []}", "unknown key tiles.key_major, expected one of: query_major"),
     "no-shapes": ("tiles: {query_major: []}", "tiles.query_major: expected a list of shapes, got []"),
     "no-shape": ("tiles: {query_major: [1]}", "tiles.query_major[0]: expected a mapping, got 1"),

@@ -188,10 +188,7 @@ BLOCKS = "query-major (blocks): rows are long enough for Triton"
     ({}, dict.fromkeys(ALL, "packed SDPA (sdpa): rows select at most 1024 keys, sel_triton_min_L is 2048")),
     ({"use_triton_sel": False}, dict.fromkeys(ALL, "packed SDPA (sdpa): use_triton_sel is off")),
     ({"force_parity": True}, dict.fromkeys(ALL, "the gather reference (reference): force_parity is set")),
-    (
-        {"sel_triton_min_L": 0, "batch_invariant": True},
-        {"blocks, 8192 queries": BLOCKS, "cache, 2048 queries": BLOCKS},
-    ),
+    ({"sel_triton_min_L": 0, "batch_invariant": True}, {"blocks, 8192 queries": BLOCKS, "cache, 2048 queries": BLOCKS}),
     (
         {"sel_triton_min_L": 0, "sel_triton_group": False},
         {

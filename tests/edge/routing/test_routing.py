@@ -60,29 +60,23 @@ ROUTES = {
     "blocks-larger-bound": ({"sel_triton_min_L": 16}, {"blocks": True, "max_selected": 99}, "sdpa", short(15, 16)),
     "force-parity": ({"force_parity": True}, {}, "reference", "force_parity is set"),
     "triton-off": ({"use_triton_sel": False}, {}, "sdpa", "use_triton_sel is off"),
-    "triton-and-packing-off": (
-        {"use_triton_sel": False, "use_sel_pack": False}, {}, "reference", "use_triton_sel is off",
-    ),
-    "short-without-packing": (
-        {"sel_triton_min_L": 100, "use_sel_pack": False}, {"max_selected": 11}, "reference", short(11, 100),
-    ),
+    "triton-and-packing-off": ({"use_triton_sel": False, "use_sel_pack": False}, {}, "reference",
+                               "use_triton_sel is off"),
+    "short-without-packing": ({"sel_triton_min_L": 100, "use_sel_pack": False}, {"max_selected": 11}, "reference",
+                              short(11, 100)),
     "per-head": ({"sel_triton_group": False}, {}, "per_head", LONG),
     "no-pipelining": ({"sel_triton_db": False}, {}, "query_major", LONG),
-    "parity-before-triton-off": (
-        {"force_parity": True, "use_triton_sel": False}, {}, "reference", "force_parity is set",
-    ),
-    "fp64": (
-        {}, {"dtype": torch.float64}, "sdpa", "Triton route takes float16, bfloat16 and float32, got float64",
-    ),
+    "parity-before-triton-off": ({"force_parity": True, "use_triton_sel": False}, {}, "reference",
+                                 "force_parity is set"),
+    "fp64": ({}, {"dtype": torch.float64}, "sdpa", "Triton route takes float16, bfloat16 and float32, got float64"),
     # By name, whatever the settings say.
     **{
         f"{backend}-named": (AGAINST, {"backend": backend, "max_selected": 11}, route, f"backend={backend!r} asked for")
         for backend, route in (("triton", "query_major"), ("sdpa", "sdpa"), ("reference", "reference"))
     },
     "blocks-named": (AGAINST, {"backend": "triton", "blocks": True}, "query_major", "backend='triton' asked for"),
-    "per-head-named": (
-        AGAINST, {"backend": "triton", "schedule": "per_head"}, "per_head", "backend='triton' asked for",
-    ),
+    "per-head-named": (AGAINST, {"backend": "triton", "schedule": "per_head"}, "per_head",
+                       "backend='triton' asked for"),
     "schedule-before-the-setting": ({"sel_triton_group": False}, {"schedule": "query_major"}, "query_major", LONG),
     "schedule-named": ({}, {"schedule": "per_head"}, "per_head", LONG),
 }  # fmt: skip

@@ -311,11 +311,8 @@ def test_routes(folder, gpu, kind):
     ({"use_triton_sel": False}, {}, ("sdpa", "use_triton_sel is off")),
     ({"force_parity": True}, {"schedule": "key_major"}, ("reference", "force_parity is set")),
     ({"sel_triton_min_L": 1025}, {}, ("sdpa", "rows select at most 1024 keys, sel_triton_min_L is 1025")),
-    (
-        {"sel_triton_min_L": 1025},
-        {"schedule": "key_major"},
-        ("sdpa", "rows select at most 1024 keys, sel_triton_min_L is 1025"),
-    ),
+    ({"sel_triton_min_L": 1025}, {"schedule": "key_major"},
+     ("sdpa", "rows select at most 1024 keys, sel_triton_min_L is 1025")),
 ], ids=str)  # fmt: skip
 def test_settings_come_first(folder, gpu, changed, shape, want):
     folder()
