@@ -105,6 +105,13 @@ def variants(monkeypatch, fresh_plans) -> list[dict[str, Any]]:
     return made
 
 
+@pytest.fixture
+def long_rows():
+    """The test's rows are long enough for Triton, unless it says otherwise."""
+    with nsa.configure(sel_triton_min_L=0):
+        yield
+
+
 @dataclass
 class BackwardKernel:
     """Stands in for `nsa.kernels.backward.plan`: its gradients are `MARK` throughout, and it fails at will."""
@@ -135,24 +142,23 @@ class BackwardKernel:
 
 
 @pytest.fixture
-def backward_kernel(monkeypatch, fresh_plans, fresh_routes):
+def backward_kernel(monkeypatch, fresh_plans, fresh_routes, long_rows):
     """A :class:`BackwardKernel` in the place of the real one, and long rows. The forward's kernels stay."""
     kernel, module = BackwardKernel(), types.ModuleType("nsa.kernels.backward.plan")
     module.plan, module.backward = kernel.plan, kernel.backward
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    with nsa.configure(sel_triton_min_L=0):
-        yield kernel
+    return kernel
 
 
 @pytest.fixture
-def untried(monkeypatch, tmp_path):
+def untried(monkeypatch, tmp_path, long_rows):
     """No kernel was launched or tried; trials are forced, as the interpreter needs none; rows are long."""
     from nsa.kernels.shared import launch
 
     launch.forget()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     memory.log_once.cache_clear()
-    with nsa.configure(probe="always", sel_triton_min_L=0):
+    with nsa.configure(probe="always"):
         yield
     launch.forget()
 

@@ -29,7 +29,7 @@ from nsa.plain.oracle import selection_reference
 
 from ..kernels.gradients import exact
 
-pytestmark = pytest.mark.usefixtures("fresh_routes", "fresh_plans")
+pytestmark = pytest.mark.usefixtures("fresh_routes", "fresh_plans", "long_rows")
 LONG = "rows are long enough for Triton"
 PTXASError = getattr(errors, "PTXASError", RuntimeError)  # before Triton 3.3 it is one
 
@@ -83,12 +83,6 @@ PASSED_ON = {
 }
 NAMES = {"query_major": "sdpa", "key_major": "query_major", "backward": "sdpa"}  # a kernel, and what serves instead
 MISFIT = "expected at most 64 slots, got 65"
-
-
-@pytest.fixture(autouse=True)
-def long_rows():
-    with nsa.configure(sel_triton_min_L=0):
-        yield
 
 
 @dataclass

@@ -38,7 +38,8 @@ def front_door(tensors, selection, **keywords):
     return lambda: nsa.selection_attention(*tensors, **selection, **keywords)
 
 
-LONG = "rows are long enough for Triton"
+LONG, ASKED = "rows are long enough for Triton", "backend='triton' asked for"
+OFF, PARITY = "use_triton_sel is off", "force_parity is set"
 
 
 def short(bound, min_L):
@@ -58,25 +59,23 @@ ROUTES = {
     "blocks-below": ({"sel_triton_min_L": 16}, {"blocks": True}, "sdpa", short(15, 16)),
     "blocks-smaller-bound": ({"sel_triton_min_L": 15}, {"blocks": True, "max_selected": 10}, "sdpa", short(10, 15)),
     "blocks-larger-bound": ({"sel_triton_min_L": 16}, {"blocks": True, "max_selected": 99}, "sdpa", short(15, 16)),
-    "force-parity": ({"force_parity": True}, {}, "reference", "force_parity is set"),
-    "triton-off": ({"use_triton_sel": False}, {}, "sdpa", "use_triton_sel is off"),
-    "triton-and-packing-off": ({"use_triton_sel": False, "use_sel_pack": False}, {}, "reference",
-                               "use_triton_sel is off"),
-    "short-without-packing": ({"sel_triton_min_L": 100, "use_sel_pack": False}, {"max_selected": 11}, "reference",
-                              short(11, 100)),
+    "force-parity": ({"force_parity": True}, {}, "reference", PARITY),
+    "triton-off": ({"use_triton_sel": False}, {}, "sdpa", OFF),
+    "triton-and-packing-off": ({"use_triton_sel": False, "use_sel_pack": False}, {}, "reference", OFF),
+    "short-without-packing": (
+        {"sel_triton_min_L": 100, "use_sel_pack": False}, {"max_selected": 11}, "reference", short(11, 100),
+    ),
     "per-head": ({"sel_triton_group": False}, {}, "per_head", LONG),
     "no-pipelining": ({"sel_triton_db": False}, {}, "query_major", LONG),
-    "parity-before-triton-off": ({"force_parity": True, "use_triton_sel": False}, {}, "reference",
-                                 "force_parity is set"),
+    "parity-before-triton-off": ({"force_parity": True, "use_triton_sel": False}, {}, "reference", PARITY),
     "fp64": ({}, {"dtype": torch.float64}, "sdpa", "Triton route takes float16, bfloat16 and float32, got float64"),
     # By name, whatever the settings say.
     **{
         f"{backend}-named": (AGAINST, {"backend": backend, "max_selected": 11}, route, f"backend={backend!r} asked for")
         for backend, route in (("triton", "query_major"), ("sdpa", "sdpa"), ("reference", "reference"))
     },
-    "blocks-named": (AGAINST, {"backend": "triton", "blocks": True}, "query_major", "backend='triton' asked for"),
-    "per-head-named": (AGAINST, {"backend": "triton", "schedule": "per_head"}, "per_head",
-                       "backend='triton' asked for"),
+    "blocks-named": (AGAINST, {"backend": "triton", "blocks": True}, "query_major", ASKED),
+    "per-head-named": (AGAINST, {"backend": "triton", "schedule": "per_head"}, "per_head", ASKED),
     "schedule-before-the-setting": ({"sel_triton_group": False}, {"schedule": "query_major"}, "query_major", LONG),
     "schedule-named": ({}, {"schedule": "per_head"}, "per_head", LONG),
 }  # fmt: skip

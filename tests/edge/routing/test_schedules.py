@@ -17,12 +17,13 @@ from nsa.kernels.shared import device as device_facts
 from nsa.kernels.shared.shape import shape_of
 from nsa.work import Job, capability_of, work
 
+pytestmark = pytest.mark.usefixtures("long_rows")
 GPU = "NVIDIA Nobody 1"
 PROVENANCE = "{gpu: NVIDIA Nobody 1, torch: '2', triton: '3', date: 2026-12-01, commit: abc, command: c, shapes: s}"
 COSTS = "{narrow: {query_major: {numbers: 1}, key_major: {calls: 10}}, wide: {query_major: {numbers: 1}}}"
 OF_THREE = "{query_major: {numbers: 1}, key_major: {calls: 10}, union: {calls: 4}}"
 UNION = f"{{narrow: {OF_THREE}, wide: {OF_THREE}}}"
-LONG = "rows are long enough for Triton"
+LONG, ASKED = "rows are long enough for Triton", "backend='triton' asked for"
 FASTEST = "is expected to be the fastest, measured on NVIDIA Nobody 1"
 
 
@@ -284,13 +285,10 @@ ROUTES = {  # a call of key-major costs 10 us, and a million numbers that query-
     "key-major-named": ({"schedule": "key_major", "S": 1, "n": 1, "block_size": 7}, NAMED),
     "key-major-named-for-ranges": ({"schedule": "key_major", "blocks": False}, (*NAMED[:-1], "query_major")),
     "key-major-named-in-fp32": ({"schedule": "key_major", "dtype": torch.float32}, NAMED),
-    "triton-named": (
-        {"backend": "triton"},
-        ("key_major", f"backend='triton' asked for; {KEY_MAJOR[1]}", "key_major", True, None),
-    ),
+    "triton-named": ({"backend": "triton"}, ("key_major", f"{ASKED}; {KEY_MAJOR[1]}", "key_major", True, None)),
     "both-named": (
         {"backend": "triton", "schedule": "key_major", "S": 1},
-        ("key_major", "backend='triton' asked for", "key_major", True, None),
+        ("key_major", ASKED, "key_major", True, None),
     ),
 }
 
@@ -299,8 +297,7 @@ ROUTES = {  # a call of key-major costs 10 us, and a million numbers that query-
 def test_routes(folder, gpu, kind):
     shape, want = ROUTES[kind]
     folder()
-    with nsa.configure(sel_triton_min_L=0):
-        assert route(planned(**shape)) == want
+    assert route(planned(**shape)) == want
 
 
 @pytest.mark.parametrize(("changed", "shape", "want"), [
@@ -310,13 +307,14 @@ def test_routes(folder, gpu, kind):
     ({"sel_triton_group": False}, {"schedule": "key_major"}, ("key_major", LONG)),
     ({"use_triton_sel": False}, {}, ("sdpa", "use_triton_sel is off")),
     ({"force_parity": True}, {"schedule": "key_major"}, ("reference", "force_parity is set")),
-    ({"sel_triton_min_L": 1025}, {}, ("sdpa", "rows select at most 1024 keys, sel_triton_min_L is 1025")),
-    ({"sel_triton_min_L": 1025}, {"schedule": "key_major"},
-     ("sdpa", "rows select at most 1024 keys, sel_triton_min_L is 1025")),
+    *(
+        ({"sel_triton_min_L": 1025}, named, ("sdpa", "rows select at most 1024 keys, sel_triton_min_L is 1025"))
+        for named in ({}, {"schedule": "key_major"})
+    ),
 ], ids=str)  # fmt: skip
 def test_settings_come_first(folder, gpu, changed, shape, want):
     folder()
-    with nsa.configure(**({"sel_triton_min_L": 0} | changed)):
+    with nsa.configure(**changed):
         plan = planned(**shape)
     assert (plan.route, plan.reason) == want
     assert (plan.instead is not None) == (want[0] == "key_major")
@@ -333,28 +331,26 @@ def test_settings_come_first(folder, gpu, changed, shape, want):
 ], ids=str)  # fmt: skip
 def test_union_where_it_serves(folder, gpu, shape, want):
     folder(UNION)
-    with nsa.configure(sel_triton_min_L=0):
-        found = planned(**shape)
+    found = planned(**shape)
     assert (found.route, found.reason) == (want, LONG if want == "query_major" else f"{want} {FASTEST}")
 
 
-@pytest.mark.parametrize(("capability", "want"), [(90, "union"), (80, "key_major")])
-def test_union_of_long_keys_is_for_hopper(folder, gpu, monkeypatch, capability, want):
-    """With D = 192 only tiles of 64 rows hold two tokens of 32 heads, and only a Hopper GPU has room for them."""
-    monkeypatch.setattr(device_facts, "chip", lambda device: device_facts.Chip(capability, 108, None, True))
-    folder(UNION)
-    with nsa.configure(sel_triton_min_L=0):
-        assert planned(S=1024, G=32, D=192, Dv=128).route == want
+WIDE = f"{{narrow: {OF_THREE}, wide: {{query_major: {{calls: 1}}, union: {{calls: 4}}}}}}"
 
 
-@pytest.mark.parametrize(("capability", "want"), [(90, "union"), (80, "query_major")])
-def test_long_keys_have_the_costs_of_their_tiles(folder, gpu, monkeypatch, capability, want):
-    """With D = 192 and Dv = 128 tiles are those of narrow head dims on Hopper, and those of wide ones elsewhere."""
+@pytest.mark.parametrize(("costs", "G", "elsewhere"), [
+    (UNION, 32, "key_major"),  # only tiles of 64 rows hold two tokens of 32 heads, and only Hopper has room for them
+    (WIDE, 16, "query_major"),  # the costs are those of narrow head dims on Hopper, and those of wide ones elsewhere
+], ids=["tiles", "costs"])  # fmt: skip
+@pytest.mark.parametrize("capability", [90, 80])
+def test_long_keys_have_the_tiles_and_costs_of_narrow_head_dims_on_hopper(
+    folder, gpu, monkeypatch, capability, costs, G, elsewhere
+):
+    """With D = 192 and Dv = 128."""
     monkeypatch.setattr(device_facts, "chip", lambda device: device_facts.Chip(capability, 108, None, True))
-    folder(f"{{narrow: {OF_THREE}, wide: {{query_major: {{calls: 1}}, union: {{calls: 4}}}}}}")
-    with nsa.configure(sel_triton_min_L=0):
-        assert planned(S=1024, G=16, D=192, Dv=128).route == want
-        assert planned(S=1024, G=16, D=128, Dv=128).route == "union"
+    folder(costs)
+    assert planned(S=1024, G=G, D=192, Dv=128).route == ("union" if capability == 90 else elsewhere)
+    assert planned(S=1024, G=16, D=128, Dv=128).route == "union"
 
 
 def test_the_work_of_long_keys_is_that_of_their_tiles():
@@ -367,14 +363,12 @@ def test_the_work_of_long_keys_is_that_of_their_tiles():
 
 
 def test_no_file_means_query_major(folder, gpu):
-    with nsa.configure(sel_triton_min_L=0):
-        assert route(planned(S=1024)) == BLOCKS
+    assert route(planned(S=1024)) == BLOCKS
 
 
 def test_the_stand_in_is_said(folder, gpu):
     folder(name=schedules.STAND_IN, provenance=PROVENANCE.replace(GPU, schedules.STAND_IN))
-    with nsa.configure(sel_triton_min_L=0):
-        plan = planned()
+    plan = planned()
     text = f"key_major is expected to be the fastest, measured on {schedules.STAND_IN} ({GPU} was not measured)"
     assert (plan.route, plan.reason) == ("key_major", text)
 
@@ -383,9 +377,8 @@ def test_where_there_is_no_gpu_it_runs_by_name_only(folder, monkeypatch):
     """As in Triton's interpreter."""
     folder()
     monkeypatch.setattr(routing, "_device_facts", lambda device: (None, "heads_as_queries", None))
-    with nsa.configure(sel_triton_min_L=0):
-        assert route(planned()) == BLOCKS
-        assert route(planned(schedule="key_major")) == NAMED
+    assert route(planned()) == BLOCKS
+    assert route(planned(schedule="key_major")) == NAMED
 
 
 def test_what_failures_are_remembered_by(folder, gpu):
@@ -393,11 +386,10 @@ def test_what_failures_are_remembered_by(folder, gpu):
     block size, but not by the schedule of the forward pass.
     """
     folder()
-    with nsa.configure(sel_triton_min_L=0):
-        key_major, blocks, longer = planned(), planned(schedule="query_major"), planned(S=512, n=8)
-        ranges = planned(blocks=False, schedule="key_major")
-        others = [planned(block_size=32, keys=512), ranges, planned(varlen=True), planned(G=2)]
-        assert key_major.kernel == longer.kernel == planned(schedule="key_major").kernel
+    key_major, blocks, longer = planned(), planned(schedule="query_major"), planned(S=512, n=8)
+    ranges = planned(blocks=False, schedule="key_major")
+    others = [planned(block_size=32, keys=512), ranges, planned(varlen=True), planned(G=2)]
+    assert key_major.kernel == longer.kernel == planned(schedule="key_major").kernel
     assert key_major.instead.kernel == blocks.kernel
     assert key_major.backward == key_major.instead.backward == blocks.backward == longer.backward
     forward, backward = {p.kernel for p in (key_major, blocks, *others)}, {p.backward for p in (key_major, *others)}
