@@ -20,31 +20,29 @@ TILES = f"tiles: {{query_major: [{{shape: {{{SHAPE}}}, provenance: {{{OF}}}, bes
 INTEGER = "expected a non-negative integer, null or off"
 
 
-@pytest.fixture
-def packaged(gpus):
-    """`packaged(text) -> path`: what ships with the package about this GPU."""
+def writing(folder):
+    """`write(text) -> path`: this GPU's file in a folder."""
 
     def write(text):
-        path = gpus / "nvidia-nobody-1.yaml"
-        path.write_text(text)
-        settings.reload()
-        return path
-
-    return write
-
-
-@pytest.fixture
-def mine(gpus):
-    """`mine(text) -> path`: what this user measured of it."""
-
-    def write(text, folder="gpus"):
-        path = settings.user_gpus().parent / folder / "nvidia-nobody-1.yaml"
+        path = folder / "nvidia-nobody-1.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         settings.reload()
         return path
 
     return write
+
+
+@pytest.fixture
+def packaged(gpus):
+    """What ships with the package about this GPU."""
+    return writing(gpus)
+
+
+@pytest.fixture
+def mine(gpus, user_folder):
+    """What this user measured of it."""
+    return writing(user_folder)
 
 
 @pytest.mark.parametrize(("name", "slug"), [

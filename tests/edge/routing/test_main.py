@@ -22,7 +22,7 @@ from nsa.testing.matrix.case import Case
 from nsa.tuning import calibrate, costs, thresholds
 
 ROOT = Path(__file__).parents[3]
-GPU = "NVIDIA H100 80GB HBM3"
+GPU, FILE = "NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3.yaml"
 
 
 def environment(**more):
@@ -86,7 +86,7 @@ def test_calibrate_without_a_gpu_is_one_line(run_pytest, tmp_path, variables, re
 
 
 @pytest.fixture
-def gpu(monkeypatch, tmp_path):
+def gpu(monkeypatch, user_folder, gpus):
     """A machine whose GPU is never touched: parity holds and times are injected. All but its threshold is packaged."""
     facts = {"gpu": GPU, "torch": torch.__version__, "triton": "3.6.0", "commit": "abc123"}
     monkeypatch.setattr(calibrate, "obstacle", lambda: None)
@@ -94,11 +94,8 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(calibrate, "run_facts", lambda device: facts)
     monkeypatch.setattr(calibrate, "time_thresholds", lambda device: injected())
     monkeypatch.setattr(calibrate, "time_schedules", lambda device: rows())
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    text = (nsa.gpu.PACKAGED / "nvidia-h100-80gb-hbm3.yaml").read_text()
-    (tmp_path / "nvidia-h100-80gb-hbm3.yaml").write_text(text[text.index("\ncosts:") + 1 :])
-    monkeypatch.setattr(nsa.gpu, "PACKAGED", tmp_path)
-    monkeypatch.delenv("NSA_SEL_TRITON_MIN_L", raising=False)
+    text = (ROOT / "nsa" / "configs" / "gpus" / FILE).read_text()
+    (gpus / FILE).write_text(text[text.index("\ncosts:") + 1 :])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: GPU)
@@ -106,9 +103,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(sources, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(device_facts, "chip", lambda device: device_facts.Chip(90, 132, GPU, True))
     settings.reload()
-    yield tmp_path / "nsa" / "gpus" / "nvidia-h100-80gb-hbm3.yaml"
-    monkeypatch.undo()
-    settings.reload()
+    return user_folder / FILE
 
 
 def injected(slow=None):
@@ -178,8 +173,9 @@ ON = {
     "cache, 2048 queries": "union (union): union is expected to be the fastest, measured on",
     "backward": "backward kernels: dQ, then dK and dV by key blocks: decided as forward",
 }
-ALL = [kind for kind in ON if kind != "packed rows"]  # that routing decides about
+ALL = [kind for kind in ON if kind != "packed rows"]  # that routing decides about; the backward pass comes last
 BLOCKS = "query-major (blocks): rows are long enough for Triton"
+PER_HEAD = "query-major, a head a program (per_head): rows are long enough for Triton"
 
 
 @pytest.mark.parametrize(("values", "otherwise"), [
@@ -189,14 +185,7 @@ BLOCKS = "query-major (blocks): rows are long enough for Triton"
     ({"use_triton_sel": False}, dict.fromkeys(ALL, "packed SDPA (sdpa): use_triton_sel is off")),
     ({"force_parity": True}, dict.fromkeys(ALL, "the gather reference (reference): force_parity is set")),
     ({"sel_triton_min_L": 0, "batch_invariant": True}, {"blocks, 8192 queries": BLOCKS, "cache, 2048 queries": BLOCKS}),
-    (
-        {"sel_triton_min_L": 0, "sel_triton_group": False},
-        {
-            kind: "query-major, a head a program (per_head): rows are long enough for Triton"
-            for kind in ALL
-            if kind != "backward"
-        },
-    ),
+    ({"sel_triton_min_L": 0, "sel_triton_group": False}, dict.fromkeys(ALL[:-1], PER_HEAD)),
 ], ids=["on", "just-on", "unmeasured", "off", "parity", "batch-invariant", "per-head"])  # fmt: skip
 def test_doctor_says_which_kernel_serves_what(gpu, caplog, values, otherwise):
     with nsa.configure(**values):
@@ -258,8 +247,8 @@ def test_doctor_names_commands_that_can_be_typed(gpu, monkeypatch, installed):
     assert ("pytest" in doctor.report()[-1]) != installed
 
 
-def test_doctor_says_what_nobody_measured(gpu, monkeypatch, tmp_path):
-    packaged = tmp_path / gpu.name
+def test_doctor_says_what_nobody_measured(gpu, gpus):
+    packaged = gpus / FILE
     swept = yaml.safe_load(packaged.read_text())["tiles"]["query_major"]
     latest = max(entry["provenance"]["date"] for entry in swept)
     lines = doctor.report()
@@ -273,8 +262,8 @@ def test_doctor_says_what_nobody_measured(gpu, monkeypatch, tmp_path):
     assert lines[-2] == "  not measured on this GPU: threshold and costs"
 
 
-def test_calibrate_keeps_what_it_does_not_measure(gpu, tmp_path):
-    text = (tmp_path / gpu.name).read_text()
+def test_calibrate_keeps_what_it_does_not_measure(gpu, gpus):
+    text = (gpus / FILE).read_text()
     mine = text[text.index("\ntiles:") + 1 :].replace("us: 2.384", "us: 2.384000")
     gpu.parent.mkdir(parents=True)
     gpu.write_text(mine)

@@ -24,15 +24,10 @@ INTEGER = "expected a non-negative integer"
 
 
 @pytest.fixture(autouse=True)
-def pristine(monkeypatch, tmp_path):
+def pristine(monkeypatch, user_folder):
     """No NSA_* variable, an empty user configuration, nothing cached; and the same for the tests that follow."""
-    for name in settings.NAMES:
+    for name in (*settings.NAMES, "config"):
         monkeypatch.delenv(f"NSA_{name.upper()}", raising=False)
-    monkeypatch.delenv("NSA_CONFIG", raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    settings.reload()
-    yield
-    monkeypatch.undo()
     settings.reload()
 
 
@@ -117,22 +112,17 @@ def test_read_once(monkeypatch):
     assert settings.get().force_parity is False
 
 
-def test_config_file_missing(monkeypatch, caplog):
-    monkeypatch.setenv("NSA_CONFIG", "/nowhere.yaml")
-    settings.reload()
-    assert settings.get() == settings.Settings()
-    settings.get()
-    assert [r.getMessage() for r in caplog.records] == ["NSA_CONFIG='/nowhere.yaml' is skipped: there is no such file"]
-
-
-def test_config_file_that_cannot_be_read(monkeypatch, caplog, tmp_path):
-    path = tmp_path / "folder.yaml"
-    path.mkdir()  # root may read any file, but no folder
-    monkeypatch.setenv("NSA_CONFIG", str(path))
-    for _ in range(2):  # and one warning, however often the settings are read
+@pytest.mark.parametrize(("path", "reloads", "said"), [
+    ("/nowhere.yaml", 1, "NSA_CONFIG='/nowhere.yaml' is skipped: there is no such file"),
+    ("/proc", 2, "/proc is skipped: it cannot be read (Is a directory)"),  # root may read any file, but no folder
+], ids=["missing", "unreadable"])  # fmt: skip
+def test_config_file_that_is_skipped(monkeypatch, caplog, path, reloads, said):
+    """And one warning, however often the settings are read."""
+    monkeypatch.setenv("NSA_CONFIG", path)
+    for _ in range(reloads):
         settings.reload()
-        assert settings.get() == settings.Settings()
-    assert [r.getMessage() for r in caplog.records] == [f"{path} is skipped: it cannot be read (Is a directory)"]
+        assert settings.get() == settings.get() == settings.Settings()
+    assert [r.getMessage() for r in caplog.records] == [said]
 
 
 def test_a_misspelt_variable_is_named(monkeypatch, caplog):
