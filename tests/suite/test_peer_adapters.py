@@ -26,7 +26,7 @@ def fla(importable, monkeypatch):
         assert block_counts == block_indices.shape[-1]
         return selection_reference(Call.of(
             q, k, v, block_indices=block_indices, block_size=block_size, causal=True, scale=scale, return_lse=True
-        ))
+        ))  # fmt: skip
 
     importable(peers.FLA, parallel_nsa_fwd=parallel_nsa_fwd)
     monkeypatch.setattr(peers, "_tuned", {})

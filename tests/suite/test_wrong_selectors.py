@@ -9,7 +9,7 @@ from nsa.testing.contestants.selectors import selector
 from .small_project import ROOT
 from .test_docs import fenced
 
-MODULE = '''
+MODULE = """
 import torch
 import nsa
 from nsa.selecting import plain
@@ -19,18 +19,15 @@ from nsa.testing.matrix.selecting import as_request
 
 SMALL = dict(scores=("max",), layouts=("batch", "pages"), dtypes=("fp32",))
 
-
 @selector(**SMALL)
 def right(q, k, **how):
     return nsa.select_blocks(q, k, **how, backend="torch")
-
 
 @selector(**SMALL)
 def without_tails(q, k, **how):
     if how["tail"]:
         raise NotImplementedError("tails")
     return nsa.select_blocks(q, k, **how, backend="torch")
-
 
 def with_a_flaw(flaw):
     @selector(**SMALL)
@@ -44,17 +41,13 @@ def with_a_flaw(flaw):
 
     return choose
 
-
 upward, mean = with_a_flaw("upward"), with_a_flaw("mean")
-
 
 def of(**contract):
     return selector(**dict(dtypes=("fp32",)) | contract)
 
-
 def right_one(q, k, how, **other):
     return nsa.select_blocks(q, k, **how | other, backend="torch")
-
 
 @of(layouts=("packed",))
 def empties_its_input(q, k, **how):
@@ -62,31 +55,25 @@ def empties_its_input(q, k, **how):
         ends.zero_()
     return torch.full((q.shape[0], how["lists"], how["n"] + how["tail"]), -1, dtype=torch.int32)
 
-
 @of(scores=("max",))
 def ignores_windows(q, k, **how):
     return right_one(q, k, how, window=how["stride"])
-
 
 @of(scores=("max",))
 def reads_32_dims(q, k, **how):
     return right_one(q[..., :32].contiguous(), k[..., :32].contiguous(), how)
 
-
 @of(scores=("relu",))
 def forces_one_and_two(q, k, **how):
     return right_one(q, k, how, first=min(how["first"], 1), newest=min(how["newest"], 2))
-
 
 @of(scores=("max",), layouts=("pages",), nan=False)
 def wraps_pages(q, k, **how):
     return right_one(q, k, how, block_table=how["block_table"] % k.shape[0])
 
-
 @of(scores=("softmax",), layouts=("batch", "cache"))
 def prefers_nan(q, k, **how):
     return right_one(q, k.nan_to_num(nan=50.0), how)
-
 
 @of(scores=("max",), layouts=("batch",))
 def rounds_scores(q, k, **how):
@@ -97,9 +84,7 @@ def rounds_scores(q, k, **how):
     finally:
         plain._products = before
 
-
 REMEMBERED, RETURNED = {}, {}
-
 
 @of(scores=("max",), layouts=("batch",))
 def remembers_addresses(q, k, **how):
@@ -108,17 +93,15 @@ def remembers_addresses(q, k, **how):
         REMEMBERED[key] = right_one(q, k, how), q, k
     return REMEMBERED[key][0].clone()
 
-
 @of(scores=("max",), layouts=("batch",))
 def reuses_its_result(q, k, **how):
     out = right_one(q, k, how)
     return RETURNED.setdefault(tuple(out.shape), torch.empty_like(out)).copy_(out)
 
-
 @of(scores=("max",), dims=(128,), sizes=(128,))
 def of_one_size(q, k, **how):
     return right_one(q, k, how) * 0
-'''
+"""
 WRONG = (
     "upward", "mean", "without_tails", "empties_its_input", "ignores_windows", "reads_32_dims", "forces_one_and_two",
     "wraps_pages", "prefers_nan", "rounds_scores", "remembers_addresses", "reuses_its_result", "of_one_size",
