@@ -330,7 +330,7 @@ def test_a_file_of_other_versions_in_between_and_one_that_was_left_out(project):
 
 
 def test_a_damaged_file_is_an_error(project):
-    """The baseline's, and one that pytest-benchmark shows beside this run. `test_gate_documents.py` has all damages."""
+    """The baseline's, and one that pytest-benchmark shows beside this run. `test_odd_files.py` has all damages."""
     stored = project.path / "tests" / "perf" / "stored.json"
     shutil.copy(project.files[0], stored)
     change([stored], lambda i, document: document["benchmarks"][0]["stats"].pop("outliers"))

@@ -1,17 +1,21 @@
-"""Baselines that are damaged, foreign or hold numbers that no clock gives: refused in a line, never half believed."""
+"""Baselines, settings and measurements with odd values: read, or refused in one line that names the file."""
 
 import copy
 import json
 import logging
+import re
 from operator import itemgetter
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import yaml
 from pytest_benchmark.stats import normalize_stats
 from pytest_benchmark.table import TableResults
 from pytest_benchmark.utils import time_unit
 
+from nsa import gpu, settings
+from nsa.kernels.query_major.tiles import Choice, Point
 from nsa.testing.clock.timing import Timing
 from nsa.testing.gate import store
 from nsa.testing.gate.run import Gate
@@ -19,7 +23,40 @@ from nsa.testing.gate.store import Key
 from nsa.testing.report.document import read
 from nsa.testing.report.recording import load, newest_of
 
-from .odd_files import changed, nodes, refused
+
+def nodes(value, path=()):
+    """The path of each node of a document, its root first."""
+    yield path
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield from nodes(value[key], (*path, key))
+
+
+def changed(document, path, values):
+    """The document with each value in the place of one node in turn."""
+    parent = box = {"root": copy.deepcopy(document)}
+    *way, last = ("root", *path)
+    for key in way:
+        parent = parent[key]
+    for value in values:
+        parent[last] = value
+        yield box["root"]
+
+
+def refused(path, call):
+    """The text with which `call(path)` refuses a file, one line that names it; None if it does not."""
+    try:
+        call(path)
+    except ValueError as error:
+        said = str(error)
+    else:
+        return None
+    assert said.startswith(f"{path}: ")
+    assert "\n" not in said
+    assert len(said) < len(str(path)) + 500
+    return said
+
+
+# --- baselines --------------------------------------------------------------------------------------------------------
 
 RECORDED = Path(__file__).parents[1] / "perf" / "baselines" / "nvidia-h100-80gb-hbm3"
 ODD = {
@@ -118,3 +155,69 @@ def test_a_number_that_decides_and_is_no_measurement_is_refused(valid, tmp_path,
     with pytest.raises(ValueError, match="^this run: test_") as raised:
         gate.judge(b["name"], Timing(samples, "graph", True, 2, 100, 5e-7), info, None)
     assert f"{b['name']}: {where}: expected " in str(raised.value)
+
+
+# --- settings and measurements ----------------------------------------------------------------------------------------
+
+BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{x}: &{x} [{', '.join([f'*{y}'] * 9)}]\n" for y, x in zip("abcdefgh", "bcdefghi", strict=True)
+)
+ODD_WORDS = {
+    "2026-02-31": "expected a valid timestamp, got '2026-02-31'",
+    "2026-01-01T99:00:00": "expected a valid timestamp",
+    "!!timestamp x": "expected a valid timestamp",
+    "!!bool maybe": "expected a valid bool",
+    "!!int _": "expected a valid int",
+    "9" * 5000: "expected a valid int, got '999",
+    "0x" + "f" * 5000: "expected an integer of at most 64 bits, got 20000",
+}
+FUZZ = (
+    *ODD_WORDS, "&x [*x]", "", "~", "yes", "x", "-1", "0", "1.5", ".nan", ".inf", "1e999", "[]", "[1]", "{}", "{a: 1}",
+    "[[[{a: [[]]}]]]", "!!binary x", "!!set {b}", "!!omap [b]", "!!python/object:os.system x", "{[1]: 2}", "2026-02-28",
+    "\x00", "'", "{",
+)  # fmt: skip
+VALID = {
+    "threshold": {"sel_triton_min_L": 64, "sdpa_layout": "expanded"},
+    "costs": {"narrow": {"query_major": {"calls": 5, "numbers": 0.25}}},
+    "tiles": {"query_major": [{}]},
+}
+
+
+@pytest.mark.parametrize("value", ODD_WORDS, ids=[re.sub(r"\W+", "-", value[:20]) for value in ODD_WORDS])
+def test_the_text_names_file_and_line(value, tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text(f"runtime:\n  probe: {value}\n")
+    assert refused(path, settings.read_yaml).startswith(f"{path}: line 2: {ODD_WORDS[value]}")
+    path.write_text(f"tiles:\n  query_major:\n  - {{best: [1, {value}]}}\n")
+    assert refused(path, gpu.read).startswith(f"{path}: line 3: {ODD_WORDS[value]}")
+
+
+@pytest.mark.parametrize("loader", ["CSafeLoader", "SafeLoader"])
+@pytest.mark.parametrize("text", [
+    "[" * 200_000, "{a: " * 200_000, BOMB, "&x [*x, 2026-02-31]", "{a: {b: !!foo x}, c: 2026-02-31}", "a\n",
+], ids=["lists", "mappings", "bomb", "circle", "two", "scalar"])  # fmt: skip
+def test_a_file_of_measurements_that_is_none_is_refused(text, loader, tmp_path, monkeypatch):
+    monkeypatch.setattr(yaml, "CSafeLoader", getattr(yaml, loader), raising=False)
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    assert refused(path, gpu.read)
+
+
+def test_any_odd_value_in_a_file_of_measurements_is_read_or_refused(tmp_path):
+    valid = copy.deepcopy(VALID)
+    for name in ("threshold", "costs"):
+        valid[name]["provenance"] = dict.fromkeys(gpu.PROVENANCE[name], "x")
+    [entry] = valid["tiles"]["query_major"]
+    entry["provenance"] = dict.fromkeys(gpu.PROVENANCE["tiles"], "x")
+    entry["shape"] = {"one_span": True} | dict.fromkeys(("D", "Dv", *Point._fields), 64)
+    entry["best"] = [dict.fromkeys(Choice._fields, 1)]
+    path, taken = tmp_path / "x.yaml", 0
+    path.write_text(yaml.safe_dump(valid))
+    assert refused(path, gpu.read) is None
+    for where in filter(None, nodes(valid)):
+        (document,) = changed(valid, where, ["ODDVALUE"])
+        text = yaml.safe_dump(document, default_flow_style=True)
+        for value in FUZZ:
+            path.write_text(text.replace("ODDVALUE", value))
+            taken += refused(path, gpu.read) is not None
+    assert taken > 700
