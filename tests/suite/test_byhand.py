@@ -69,7 +69,7 @@ def test_distributions_are_named():
         shapes.parse_dists("some")
 
 
-def test_row_of_a_measured_kernel():
+def test_rows_of_a_measured_kernel_and_of_one_that_failed():
     """Injected times: 10 us ours, 25 us the path it would replace."""
     problem = Case(4, 64, 64, 64, 2, "many", "fp32").make("cpu")
     times = {name: Timing([t] * 10, "host", False, 1, 1) for name, t in (("ranges", 1e-5), ("sdpa", 2.5e-5))}
@@ -80,10 +80,6 @@ def test_row_of_a_measured_kernel():
     assert [str(row[name]) for name in OLD.split(",")] == [
         "ranges", "2", "4", "64", "64", "64", "8", "1", "0.01", "0.025", "2.5", "0.0002", "ok",
     ]  # fmt: skip
-
-
-def test_row_of_a_kernel_that_failed_has_no_times():
-    problem = Case(4, 64, 64, 64, 2, "many", "fp32").make("cpu")
     row = shapes.row(problem.case, problem, None, "failed: wrong", 2, problem.q.device)
     assert [row[name] for name in ("tri_ms", "ref_ms", "speedup", "mae", "status", "streams")] == [
         "", "", "", "", "failed: wrong", 2,

@@ -51,16 +51,11 @@ def test_drawn_blocks_have_a_query_at_the_end_of_a_block_that_is_not_the_last():
     assert any(end < c.S_kv for c in causal for end in ends)
 
 
-def test_rows_list_more_blocks_than_a_warp_loads_at_a_time():
-    """A kernel may read only the first 16 or 32 blocks of a row."""
-    assert any(c.n > 32 for c in small())
-    assert any(c.n > 32 for c in parity())
-
-
-def test_rows_list_blocks_of_more_keys_than_a_kernel_reads_at_a_time():
-    """A kernel may read only the first 64 keys of a block."""
-    assert any(c.source == "blocks" and c.block_size > 64 for c in small())
-    assert any(c.source == "blocks" and c.block_size > 64 for c in parity())
+@pytest.mark.parametrize("matrix", [small, parity])
+def test_there_are_more_blocks_and_larger_ones_than_a_kernel_reads_at_a_time(matrix):
+    """It may read only the first 16 or 32 blocks of a row, or only the first 64 keys of a block."""
+    assert any(c.n > 32 for c in matrix())
+    assert any(c.source == "blocks" and c.block_size > 64 for c in matrix())
 
 
 @pytest.mark.parametrize("shared", [0.0, 0.5, 0.9])
