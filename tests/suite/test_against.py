@@ -26,6 +26,12 @@ def repository(tmp_path, monkeypatch, forked_children):
     assert git(path, "worktree", "list").count("\n") == 0, "the worktree of the base is still there"
 
 
+def third(repository, *lines):
+    """One more file of benchmarks, with a test of these lines."""
+    text = "import os, pathlib, pytest\n\n@pytest.mark.perf\ndef test_c():\n"
+    (repository / "tests" / "perf" / "test_c.py").write_text(text + "".join(f"    {line}\n" for line in lines))
+
+
 def compare(repository, *paths, strict=False):
     return against.compare("HEAD", ["-m", "perf", *paths], paths, repository, strict)
 
@@ -58,9 +64,7 @@ def test_a_base_without_benchmarks_says_so(repository, capsys, strict):
 
 
 def test_a_test_that_is_red_here_alone_is_red(repository, capsys):
-    (repository / "tests" / "perf" / "test_c.py").write_text(
-        "import pytest\n\n@pytest.mark.perf\ndef test_c():\n    assert False\n"
-    )
+    third(repository, "assert False")
     assert compare(repository) == 1
     assert "red in this tree, 1 of 1 processes: test_c\n  assert False\n" in capsys.readouterr().out
 
@@ -68,9 +72,7 @@ def test_a_test_that_is_red_here_alone_is_red(repository, capsys):
 @pytest.mark.parametrize("status", [0, 1])
 def test_a_process_that_ends_itself_is_refused(repository, status):
     """Its exit status may be one of pytest's, but it has told no result."""
-    (repository / "tests" / "perf" / "test_c.py").write_text(
-        f"import os\n\nimport pytest\n\n@pytest.mark.perf\ndef test_c():\n    os._exit({status})\n"
-    )
+    third(repository, f"os._exit({status})")
     with pytest.raises(against.NotCompared, match=f"^this tree: pytest exited with {status}:"):
         compare(repository)
 
@@ -79,10 +81,7 @@ def test_a_later_process_that_ends_itself_is_refused(repository, monkeypatch):
     """Also in a folder with a dot in its name: each process has files of its own."""
     monkeypatch.setattr(against, "PAIRS", 2)
     path = repository.rename(repository.with_name("repository-0.3"))
-    (path / "tests" / "perf" / "test_c.py").write_text(
-        "import os\nfrom pathlib import Path\n\nimport pytest\n\n@pytest.mark.perf\ndef test_c():\n"
-        "    ran = Path(__file__).with_name('ran')\n    if ran.exists():\n        os._exit(0)\n    ran.touch()\n"
-    )
+    third(path, "ran = pathlib.Path(__file__).with_name('ran')", "if ran.exists(): os._exit(0)", "ran.touch()")
     try:
         with pytest.raises(against.NotCompared, match="^this tree: pytest exited with 0:"):
             compare(path)
