@@ -167,8 +167,6 @@ def test_local_memory_in_the_innermost_loop_is_counted():
     assert looped(f"{amd}\ts_cbranch_scc1 .LBB0_3\n") == 0
 
 
-# --- the selecting kernels --------------------------------------------------------------------------------------------
-
 SELECTING = """
 import sys
 import torch

@@ -79,9 +79,6 @@ def test_another_control_today_is_no_other_ratio():
     assert (mixed.ratio, mixed.spread) == (1.0, 0.0)
 
 
-# --- from samples ----------------------------------------------------------------------------------------------------
-
-
 def test_a_ratio_is_of_the_lower_quartiles_of_samples():
     info = {"control": "plain", "control_samples": {"plain": [1.0, 1.0, 1.2, 1.4]}}
     assert Reading.of([2.0, 2.0, 3.0, 9.0], info).ratio("plain") == 2.0

@@ -155,51 +155,6 @@ def test_vllm_itself_takes_these_arguments(device, name):
         inspect.signature(function).bind(**arguments, output=problem.q)
 
 
-# --- QSA: one list for all KV heads -----------------------------------------------------------------------------------
-
-QSA_CHUNK = Case(2, 16, 16, 20, 12, "prefill", "fp16", HKV=2, S=6, S_kv=64, block_size=4, n=5, shared=0.9)
-QSA_STEPS = Case(2, 16, 16, 20, 6, "decode", "fp16", HKV=2, S_kv=128, block_size=4, n=5)
-QSA = {"chunk": Shape(QSA_CHUNK), "steps": Shape(QSA_STEPS), "fp8": Shape(QSA_CHUNK, fp8=True)}
-
-
-def vllm_qsa(
-    q, k_cache, v_cache, logical_indices, block_table, token_to_req, use_prefill_config, out, k_scale=1.0, v_scale=1.0,
-    *, output_gate,
-):  # fmt: skip
-    """vLLM's function in plain torch: the first keys of a row, as many as its last column says."""
-    page, G = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
-    for t, row in enumerate(logical_indices):
-        keys = row[: row[-1]].long()
-        assert (keys >= 0).all()
-        pages = block_table[token_to_req[t]].long()[keys // page]
-        k, v = (
-            x.double()[pages, keys % page].repeat_interleave(G, 1) * scale
-            for x, scale in ((k_cache, k_scale), (v_cache, v_scale))
-        )
-        p = torch.einsum("hd,lhd->hl", q[t].double(), k).mul(q.shape[-1] ** -0.5).softmax(-1)
-        out[t] = torch.einsum("hl,lhd->hd", p, v).to(q.dtype) * output_gate.view_as(q)[t].sigmoid()
-
-
-@pytest.mark.parametrize("shape", QSA.values(), ids=QSA)
-def test_both_kernels_of_qsa_read_what_the_oracle_reads(shape, device):
-    p = qsa.make(shape, device)
-    assert p.block_indices.stride()[-2] == 0
-    assert p.derived(m3.combined).pages.shape[2] == m3.SMALL_PAGE
-    truth = Oracle.of(p)
-    assert_parity(M3.run(p), truth, "ours")
-    assert_parity(Contestant("vllm", peers.call_qsa(vllm_qsa), lse=False).run(p), truth, "vllm")
-
-
-def test_shapes_of_qsa_are_those_of_the_model():
-    for name, shape in qsa.NAMED.items():
-        case = shape.case
-        assert (case.HQ, case.HKV, case.D, case.block_size, case.n) == (24, 2, 256, 4, 513), name
-        assert ("fp8" in name) == shape.fp8
-        assert ("shared" in name) == bool(case.shared)
-
-
-# --- what is told of a run --------------------------------------------------------------------------------------------
-
 FACTS = [
     {"impl": "m3", "case": "m3-decode-B8, eager", "group": "m3, host", "median": 35e-6,
      "left_out": {"vllm": "wrong: error 1 > bound 0.1"}},
@@ -253,3 +208,46 @@ def test_a_page_has_a_table_with_a_line_for_each_shape(facts, title, rows):
     (table,) = tables.of(facts)
     assert table.title == title
     assert markdown(table).splitlines()[2:] == rows
+
+
+# --- QSA: one list for all KV heads -----------------------------------------------------------------------------------
+
+QSA_CHUNK = Case(2, 16, 16, 20, 12, "prefill", "fp16", HKV=2, S=6, S_kv=64, block_size=4, n=5, shared=0.9)
+QSA_STEPS = Case(2, 16, 16, 20, 6, "decode", "fp16", HKV=2, S_kv=128, block_size=4, n=5)
+QSA = {"chunk": Shape(QSA_CHUNK), "steps": Shape(QSA_STEPS), "fp8": Shape(QSA_CHUNK, fp8=True)}
+
+
+def vllm_qsa(
+    q, k_cache, v_cache, logical_indices, block_table, token_to_req, use_prefill_config, out, k_scale=1.0, v_scale=1.0,
+    *, output_gate,
+):  # fmt: skip
+    """vLLM's function in plain torch: the first keys of a row, as many as its last column says."""
+    page, G = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
+    for t, row in enumerate(logical_indices):
+        keys = row[: row[-1]].long()
+        assert (keys >= 0).all()
+        pages = block_table[token_to_req[t]].long()[keys // page]
+        k, v = (
+            x.double()[pages, keys % page].repeat_interleave(G, 1) * scale
+            for x, scale in ((k_cache, k_scale), (v_cache, v_scale))
+        )
+        p = torch.einsum("hd,lhd->hl", q[t].double(), k).mul(q.shape[-1] ** -0.5).softmax(-1)
+        out[t] = torch.einsum("hl,lhd->hd", p, v).to(q.dtype) * output_gate.view_as(q)[t].sigmoid()
+
+
+@pytest.mark.parametrize("shape", QSA.values(), ids=QSA)
+def test_both_kernels_of_qsa_read_what_the_oracle_reads(shape, device):
+    p = qsa.make(shape, device)
+    assert p.block_indices.stride()[-2] == 0
+    assert p.derived(m3.combined).pages.shape[2] == m3.SMALL_PAGE
+    truth = Oracle.of(p)
+    assert_parity(M3.run(p), truth, "ours")
+    assert_parity(Contestant("vllm", peers.call_qsa(vllm_qsa), lse=False).run(p), truth, "vllm")
+
+
+def test_shapes_of_qsa_are_those_of_the_model():
+    for name, shape in qsa.NAMED.items():
+        case = shape.case
+        assert (case.HQ, case.HKV, case.D, case.block_size, case.n) == (24, 2, 256, 4, 513), name
+        assert ("fp8" in name) == shape.fp8
+        assert ("shared" in name) == bool(case.shared)

@@ -254,9 +254,6 @@ def test_gpu_kept_out_on_purpose_is_no_error(chooser, monkeypatch, environment):
     assert chooser.os.environ["TRITON_INTERPRET"] == "1"
 
 
-# --- requirements -----------------------------------------------------------------------------------------------------
-
-
 class FakeGPU:
     name, major, minor, total_memory = "NVIDIA A100", 8, 0, 40 * 2**30
 

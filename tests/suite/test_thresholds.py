@@ -160,9 +160,6 @@ def test_recorded_h100_core_is_not_enough():
     assert (8, 64, 64, "few") in decision.missing
 
 
-# --- at the end of a run ----------------------------------------------------------------------------------------------
-
-
 def test_green_run_updates_the_packaged_thresholds(gpus):
     session = Session("nsa_update_thresholds")
     [note] = artifacts.finish(session, everywhere(), [])

@@ -289,9 +289,6 @@ def test_right_kernels_of_backward_unions_are_right(unions, right):
     )
 
 
-# --- wrong kernels ----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def said(asked, monkeypatch):
     """`said(call, kernel, change)`: the verdict on a call whose launches of `kernel` are followed by `change`."""

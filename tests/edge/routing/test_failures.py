@@ -379,8 +379,6 @@ def test_other_entry_points(draw, same, kernel):
         assert len(kernel.tries) == count
 
 
-# --- two kernels ------------------------------------------------------------------------------------------------------
-
 BROKEN = RuntimeError("it does not compile")
 
 

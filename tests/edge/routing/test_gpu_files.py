@@ -54,9 +54,6 @@ def test_device_slug(name, slug):
     assert gpu.device_slug(name) == slug
 
 
-# --- one file ---------------------------------------------------------------------------------------------------------
-
-
 def test_one_file_has_every_section(packaged):
     path = packaged(THRESHOLD + COSTS + TILES)
     found = gpu.measured(NAME)
@@ -94,8 +91,6 @@ def test_a_whole_file_of_the_users_is_all_that_is_read(packaged, mine):
     path = mine(THRESHOLD + COSTS + TILES)
     assert gpu.measured(NAME).tiles.path == path
 
-
-# --- without a section ------------------------------------------------------------------------------------------------
 
 NOT_MEASURED = (
     f"{NAME}: not measured, so rows of fewer than 2048 keys use packed SDPA, though Triton is probably faster; "
@@ -173,8 +168,6 @@ def test_triton_that_never_pays_stays_off(packaged, value):
     assert gpu.TRITON_OFF >= 2**62  # keys: more than any row
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
-
 SHAPE_OF, BEST_OF = "tiles.query_major[0].shape", "tiles.query_major[0].best"
 KEYS = "expected the keys gpu, torch, triton, commit, date"
 
@@ -241,8 +234,6 @@ def test_a_file_that_is_no_text_is_named(packaged):
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: expected YAML"):
         gpu.measured(NAME)
 
-
-# --- writing ----------------------------------------------------------------------------------------------------------
 
 CONTENT = {"sel_triton_min_L": 16, "provenance": dict.fromkeys(gpu.PROVENANCE["threshold"], "x")}
 

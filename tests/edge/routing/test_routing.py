@@ -127,9 +127,6 @@ def test_settings_hold_for_their_block_only(draw, ranges):
         assert ran(call)[0] == "query_major"
 
 
-# --- what Triton cannot do --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("leaf", [0, 1, 2], ids=["q", "k", "v"])
 def test_gradients_change_no_route(draw, ranges, leaf):
     tensors = draw()
@@ -156,9 +153,6 @@ def test_old_gpu_is_packed(draw, ranges, monkeypatch, fresh_plans):
     assert str(raised.value) == f"backend='triton': {text}"
 
 
-# --- by name ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("leaf", [None, 0], ids=["forward", "gradients"])
 def test_named_triton_raises_what_auto_would_avoid(draw, ranges, leaf):
     tensors = draw(dtype=torch.float64)
@@ -178,9 +172,6 @@ def test_original_entry_points(draw, ranges):
         with nsa.configure(sel_triton_min_L=min_L):
             assert ran(lambda: nsa.selection_attention_triton(*original, max_selected=BOUND))[0] == route
             assert ran(lambda: nsa.grouped_selection_attention_packed(*original, max_selected=BOUND))[0] == "sdpa"
-
-
-# --- the log ----------------------------------------------------------------------------------------------------------
 
 
 def test_routes_counts_calls_most_frequent_first(draw, ranges):

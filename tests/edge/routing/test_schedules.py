@@ -170,22 +170,6 @@ def test_sequences_of_a_ragged_batch(tokens, sequences, longest, want):
     assert job.paged
 
 
-# --- the file ---------------------------------------------------------------------------------------------------------
-
-
-def test_doctor_line(folder):
-    """Of the GPU's own costs, or else of the stand-in's; `test_main.py` has the line where there are none."""
-    folder(name=schedules.STAND_IN)
-    path = folder()
-    assert schedules.describe(GPU) == f"by costs; measured 2026-12-01, s, {path}"
-    path.unlink()
-    settings.reload()
-    assert schedules.describe(GPU).startswith("by costs; measured on NVIDIA Nobody 1, not on this GPU, 2026-12-01")
-
-
-# --- the conditions ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "batch"])
 @pytest.mark.parametrize("sequences", [1, 8, 1024])
@@ -373,6 +357,16 @@ def test_the_stand_in_is_said(folder, gpu):
     assert (plan.route, plan.reason) == ("key_major", text)
 
 
+def test_doctor_line(folder):
+    """Of the GPU's own costs, or else of the stand-in's; `test_main.py` has the line where there are none."""
+    folder(name=schedules.STAND_IN)
+    path = folder()
+    assert schedules.describe(GPU) == f"by costs; measured 2026-12-01, s, {path}"
+    path.unlink()
+    settings.reload()
+    assert schedules.describe(GPU).startswith("by costs; measured on NVIDIA Nobody 1, not on this GPU, 2026-12-01")
+
+
 def test_where_there_is_no_gpu_it_runs_by_name_only(folder, monkeypatch):
     """As in Triton's interpreter."""
     folder()
@@ -395,9 +389,6 @@ def test_what_failures_are_remembered_by(folder, gpu):
     forward, backward = {p.kernel for p in (key_major, blocks, *others)}, {p.backward for p in (key_major, *others)}
     assert (len(forward), len(backward)) == (6, 5)
     assert not forward & backward
-
-
-# --- what is committed ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA Somebody"])
