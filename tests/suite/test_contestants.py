@@ -307,50 +307,40 @@ def test_a_contestants_own_baseline_gates_it_and_is_reported(run_pytest, forked_
 OVER_A_CACHE = Contract(takes=("blocks",), caches=("contiguous", "pages"), fp8=True, ragged=True, lse="e")
 
 
+def changed(words):
+    """`right` with other arguments, `words(q, k, how)`."""
+    return lambda q, k, v, **how: right(q, k, v, **how | words(q, k, how))
+
+
 def without(name):
     """`right`, which takes another scale for 1."""
-    return lambda q, k, v, **how: right(q, k, v, **how | ({} if how[name] is None else {name: how[name] * 0 + 1}))
+    return changed(lambda q, k, how: {} if how[name] is None else {name: how[name] * 0 + 1})
 
 
-def one_query_early(q, k, v, *, cu_seqlens_q, **how):
+def one_query_early(q, k, how):
     """The second sequence begins with the last query of the first."""
-    if cu_seqlens_q is not None:
-        cu_seqlens_q = cu_seqlens_q - torch.tensor([0, 1, 1, 0, 0], dtype=torch.int32, device=cu_seqlens_q.device)
-    return right(q, k, v, cu_seqlens_q=cu_seqlens_q, **how)
+    early = torch.tensor([0, 1, 1, 0, 0], dtype=torch.int32, device=q.device)
+    return {} if how["cu_seqlens_q"] is None else {"cu_seqlens_q": how["cu_seqlens_q"] - early}
 
 
-def of_one_scale(q, k, v, **how):
-    """The scale is always that of D."""
-    return right(q, k, v, **how | {"scale": q.shape[-1] ** -0.5})
-
-
-def of_keys(q, k, v, **how):
-    """The scale of values is taken for keys."""
-    return right(q, k, v, **how | {"k_scale": how["v_scale"]})
-
-
-def of_one_head(q, k, v, **how):
-    """All KV heads have the scales of the first."""
-    return right(q, k, v, **how | {name: how[name][:1].expand(k.shape[-2]) for name in ("k_scale", "v_scale")})
-
-
-def one_key_more(q, k, v, cache_seqlens, **how):
-    """It reads the place behind the end of a sequence."""
-    return right(q, k, v, cache_seqlens=cache_seqlens + 1, **how)
+def of_one_head(q, k, how):
+    return {name: how[name][:1].expand(k.shape[-2]) for name in ("k_scale", "v_scale")}
 
 
 FP8, RAGGED, TWO = {"fp8": True}, {"counts": (3, 0, 1, 5)}, dataclasses.replace(STEPS, N=2 * STEPS.N, HKV=2)
-
-
 WRONG = {
     "no k_scale": (without("k_scale"), FP8, "ignores k_scale"),
     "no v_scale": (without("v_scale"), FP8, "ignores v_scale"),
-    "v_scale on keys": (of_keys, FP8, "scales keys by v_scale"),
-    "first head": (of_one_head, FP8, "takes the scales of the first KV head for all"),
-    "one query early": (one_query_early, RAGGED, None),
-    "one scale": (of_one_scale, {}, "ignores the scale asked for, and divides by sqrt(D)"),
-    "one key more": (one_key_more, {}, None),
-}
+    "v_scale on keys": (changed(lambda q, k, how: {"k_scale": how["v_scale"]}), FP8, "scales keys by v_scale"),
+    "first head": (changed(of_one_head), FP8, "takes the scales of the first KV head for all"),
+    "one query early": (changed(one_query_early), RAGGED, None),
+    "one scale": (
+        changed(lambda q, k, how: {"scale": q.shape[-1] ** -0.5}), {},
+        "ignores the scale asked for, and divides by sqrt(D)",
+    ),
+    # It reads the place behind the end of a sequence.
+    "one key more": (changed(lambda q, k, how: {"cache_seqlens": how["cache_seqlens"] + 1}), {}, None),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("which", WRONG)
@@ -359,7 +349,7 @@ def test_over_a_cache(device, which, page):
     kernel, how, found = WRONG[which]
     one, wrong = (named.of_function("mine:kernel", f, OVER_A_CACHE, declared=True) for f in (right, kernel))
     over_a_cache(one, TWO, device, page, **how)
-    said = "mine:kernel on .*bound .*; the first at .*head" + ".*; NaN is in every place" * (kernel is one_key_more)
+    said = "mine:kernel on .*bound .*; the first at .*head" + ".*; NaN is in every place" * (which == "one key more")
     with pytest.raises(named.Wrong, match=said) as error:
         over_a_cache(wrong, TWO, device, page, **how)
     assert found is None or found in diagnose(error.value.result, error.value.oracle)
