@@ -249,15 +249,19 @@ def forked_children(run_pytest, monkeypatch):
     fork_children(run_pytest, monkeypatch)
 
 
+def bare(*, path: Path = ROOT, **more: str) -> dict[str, str]:
+    """This process's environment without GPUs, settings and Triton's interpreter. `path` is importable."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("NSA_", "TRITON_"))}
+    return kept | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(path), **more}
+
+
 @pytest.fixture(scope="session")
 def compiling(run_pytest):
     """`compiling(script, …)`: what a text or file prints that runs without GPUs, settings and Triton's interpreter."""
 
     def make(script, *arguments, **more):
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("NSA_", "TRITON_"))}
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **more}
         text = script.read_text() if isinstance(script, Path) else script
-        done = run_pytest.python("-c", text, *arguments, cwd=ROOT, environment=environment)
+        done = run_pytest.python("-c", text, *arguments, cwd=ROOT, environment=bare(**more))
         assert done.returncode == 0, done.stderr
         return done.stdout
 

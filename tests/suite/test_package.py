@@ -20,6 +20,8 @@ import pytest
 import nsa
 from nsa.kernels.shared import passed, sources
 
+from ..conftest import bare
+
 ROOT = Path(nsa.__file__).parents[1]
 PARTS = ("pyproject.toml", "README.md", "LICENSE", "nsa", "nsa_pytest.py")
 ENTRY_POINTS = "[pytest11]\nnsa_pytest = nsa_pytest\n\n[vllm.general_plugins]\nnsa = nsa.integrations.vllm:plugin\n"
@@ -136,10 +138,8 @@ def test_wheel_works_outside_the_checkout(run_pytest, built, tmp_path):
     site = tmp_path / "site"
     with zipfile.ZipFile(built[1]) as archive:
         archive.extractall(site)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("NSA_", "TRITON_"))}
-    kept |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(site)}
-    kept["XDG_CONFIG_HOME"] = str(tmp_path / "config")
-    done = run_pytest.python("-c", AT_WORK, ROOT, cwd=tmp_path, environment=kept)
+    environment = bare(path=site, XDG_CONFIG_HOME=str(tmp_path / "config"))
+    done = run_pytest.python("-c", AT_WORK, ROOT, cwd=tmp_path, environment=environment)
     assert (done.returncode, done.stderr) == (0, "")
     first, *doctor, last = done.stdout.splitlines()
     assert json.loads(first) == {

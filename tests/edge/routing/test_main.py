@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,13 +20,10 @@ from nsa.testing.contestants.ours import OURS
 from nsa.testing.matrix.case import Case
 from nsa.tuning import calibrate, costs, thresholds
 
+from ...conftest import bare
+
 ROOT = Path(__file__).parents[3]
 GPU, FILE = "NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3.yaml"
-
-
-def environment(**more):
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("NSA_") and k != "TRITON_INTERPRET"}
-    return kept | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **more}
 
 
 BESIDE_TORCH = """
@@ -45,7 +41,7 @@ finally:
 def test_doctor_says_what_is_here_and_what_is_next():
     """Hardly later than torch is imported: it imports this package and YAML, no Triton, and starts no process."""
     program = BESIDE_TORCH.format(events=("subprocess.Popen", "os.fork", "os.posix_spawn"))
-    how = {"env": environment(NSA_FORCE_PARITY="1"), "capture_output": True, "text": True, "check": False}
+    how = {"env": bare(NSA_FORCE_PARITY="1"), "capture_output": True, "text": True, "check": False}
     done = subprocess.run([sys.executable, "-c", program], **how)
     assert done.returncode == 0
     names = [name for name in done.stderr.split() if "cython" not in name]  # what PyYAML's C loader brings
@@ -63,7 +59,7 @@ def test_doctor_says_what_is_here_and_what_is_next():
 
 
 def test_doctor_names_a_setting_that_cannot_be_parsed(run_pytest):
-    done = run_pytest.python("-m", "nsa", cwd=ROOT, environment=environment(NSA_FORCE_PARITY="perhaps"))
+    done = run_pytest.python("-m", "nsa", cwd=ROOT, environment=bare(NSA_FORCE_PARITY="perhaps"))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("nsa: NSA_FORCE_PARITY='perhaps': expected one of")
 
@@ -77,7 +73,7 @@ def test_calibrate_without_a_gpu_is_one_line(run_pytest, tmp_path, variables, re
         "import runpy, sys; sys.modules.update(dict.fromkeys(['pytest', 'hypothesis', 'pytest_benchmark'])); "
         "sys.argv = ['nsa', 'calibrate']; import nsa.tuning.calibrate; runpy.run_module('nsa', run_name='__main__')"
     )
-    given = environment(XDG_CONFIG_HOME=str(tmp_path), **variables)
+    given = bare(XDG_CONFIG_HOME=str(tmp_path), **variables)
     done = run_pytest.python("-c", program, cwd=ROOT, environment=given)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"nsa calibrate: {reason}")
