@@ -46,32 +46,24 @@ class Attend:
         return self.keywords["backend"] == "triton"
 
 
+def attends(names):
+    """A fixture: each of these `ROUTES` in turn."""
+
+    @pytest.fixture(params=list(names))
+    def attend(request) -> Attend:
+        return Attend(request.param, ROUTES[request.param])
+
+    return attend
+
+
 # Key-major is five kernels, minutes of interpreting more: there `attend_all` and `test_key_major.py` have it.
 BACKENDS = ["triton", *["key_major"] * (current_lane() == "gpu"), "sdpa", "reference"]
-
-
-@pytest.fixture(params=BACKENDS)
-def attend(request) -> Attend:
-    """Every backend in turn; on a GPU both of Triton's kernels."""
-    return Attend(request.param, ROUTES[request.param])
-
-
-@pytest.fixture(params=list(ROUTES))
-def attend_all(request) -> Attend:
-    """Every backend and every schedule of Triton's."""
-    return Attend(request.param, ROUTES[request.param])
-
-
-@pytest.fixture(params=[name for name in ROUTES if name != "key_major"])
-def attend_exact(request) -> Attend:
-    """Every one that takes keys one by one: to key-major a block is whole, see `test_nan.py`."""
-    return Attend(request.param, ROUTES[request.param])
-
-
-@pytest.fixture(params=["sdpa", "reference"])
-def attend_plain(request) -> Attend:
-    """The backends that are differentiable and take fp64."""
-    return Attend(request.param, ROUTES[request.param])
+attend = attends(BACKENDS)
+attend_all = attends(ROUTES)
+attend_exact = attends(name for name in ROUTES if name != "key_major")
+"""Those that take keys one by one: to key-major a block is whole, see `test_nan.py`."""
+attend_plain = attends(["sdpa", "reference"])
+"""The backends that are differentiable and take fp64."""
 
 
 @pytest.fixture(params=LANE_DTYPES)

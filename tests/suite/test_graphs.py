@@ -77,12 +77,8 @@ def gpu(monkeypatch):
             self.pool["graphs"] -= 1
             self.pool["dead"] |= self.pool["graphs"] == 0
 
-    fake = SimpleNamespace(
-        Event=gpu.Event,
-        graph_pool_handle=lambda: {"graphs": 0, "dead": False},
-        synchronize=lambda: None,
-        _sleep=gpu.sleep,
-    )
+    made_of = {"Event": gpu.Event, "synchronize": lambda: None, "_sleep": gpu.sleep}
+    fake = SimpleNamespace(**made_of, graph_pool_handle=lambda: {"graphs": 0, "dead": False})
     monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=fake))
     monkeypatch.setattr(cuda, "_capture", Graph)
     return gpu
