@@ -63,12 +63,6 @@ def test_decode_adds_steps_over_blocks():
         shapes.shape_cases("L=100", ["many"], True, "bf16")
 
 
-def test_distributions_are_named():
-    assert shapes.parse_dists("few,mixed") == ["few", "mixed"]
-    with pytest.raises(ValueError, match="--nsa-dist 'some': expected a list of few, many, mixed, got 'some'"):
-        shapes.parse_dists("some")
-
-
 def test_rows_of_a_measured_kernel_and_of_one_that_failed():
     """Injected times: 10 us ours, 25 us the path it would replace."""
     problem = Case(4, 64, 64, 64, 2, "many", "fp32").make("cpu")
@@ -158,7 +152,10 @@ def test_shapes_by_hand_as_words(given, words):
 
 REFUSED = [
     (["--nsa-shape", "N=4,M=2"], "ERROR: --nsa-shape 'N=4,M=2': cannot read 'M=2'"),
-    (["--nsa-shape", "N=4", "--nsa-dist", "some"], "ERROR: --nsa-dist 'some': expected"),
+    (
+        ["--nsa-shape", "N=4", "--nsa-dist", "some"],
+        "ERROR: --nsa-dist 'some': expected a list of few, many, mixed, got 'some'",
+    ),
     (["--nsa-update-thresholds"], "ERROR: --nsa-update-thresholds needs an NVIDIA GPU"),
     (["--nsa-csv", "/nowhere/out.csv"], "ERROR: --nsa-csv=/nowhere/out.csv: there is no folder /nowhere"),
     (["--nsa-report", "x", "-n", "2"], "ERROR: --nsa-report needs benchmarks, and under xdist there are none"),

@@ -98,10 +98,6 @@ def test_rows_without_a_union(changed, left):
     assert (found["products_wgmma"] > 0) is (left < 1)
 
 
-def test_no_tile_of_union_holds_two_tokens_of_many_wide_heads():
-    assert work(USUAL._replace(G=32, Dv=256), "union") == {}
-
-
 @pytest.mark.parametrize(("changed", "kind"), [
     ({}, "narrow"), ({"Dv": 129}, "wide"), ({"e4m3": True}, "narrow_e4m3"), ({"D": 257}, "wide"),
     ({"D": 192}, "narrow"),  # the tiles are those of narrow head dims, see `sizes.narrow`
@@ -312,6 +308,7 @@ def test_settings_come_first(folder, gpu, changed, shape, want):
     ({"G": 1, "S": 16}, "query_major"),
     ({"G": 32}, "union"),
     ({"G": 32, "D": 256}, "key_major"),  # no tile holds two tokens
+    ({"G": 32, "Dv": 256}, "key_major"),
 ], ids=str)  # fmt: skip
 def test_union_where_it_serves(folder, gpu, shape, want):
     folder(UNION)
