@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
+import contextlib
+import functools
 import json
 import logging
 import os
 from collections import Counter
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +100,26 @@ def _warn(name: str, expected: str, values: list[str]) -> None:
 
 LEFT_OUT = "left out"  # calls that no workload describes: of ranges, or in fp32
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-_counts: Counter[str] = Counter()
 
 
 def count_shape(call: Call, folder: str) -> None:
     """Count a call of this process. The first one arranges that the counts are written when the process ends."""
-    if not _counts:
-        atexit.register(lambda: Path(folder, f"{os.getpid()}.json").write_text(json.dumps(_counts), encoding="utf-8"))
     words = _words(call)
-    _counts[LEFT_OUT if words is None else json.dumps(words)] += 1
+    _counts(os.getpid(), folder)[LEFT_OUT if words is None else json.dumps(words)] += 1
+
+
+@functools.cache
+def _counts(pid: int, folder: str) -> Counter[str]:
+    """The counts of a process, without those of the process that forked it. Its file is empty until it ends."""
+    counts: Counter[str] = Counter()
+
+    def write(text: str) -> None:
+        with contextlib.suppress(FileNotFoundError):  # a process that outlives the command: its folder is gone
+            Path(folder, f"{pid}.json").write_text(text, encoding="utf-8")
+
+    write("")
+    Finalize(None, lambda: write(json.dumps(counts)), exitpriority=0)  # atexit runs in no child of multiprocessing
+    return counts
 
 
 def _words(call: Call) -> dict[str, Any] | None:

@@ -1,6 +1,8 @@
 """Shapes of serving and training: drawn ones and their regret; workloads, and what a program's calls make."""
 
 import json
+import os
+import subprocess
 import sys
 from collections import Counter
 from functools import partial
@@ -305,3 +307,65 @@ def test_a_workload_is_recorded_from_a_program(tmp_path, capfd):
     assert (entry.weight, case.S, case.S_kv, case.H, case.HKV, case.n, case.dtype) == (5, 3, 40, 2, 2, 2, "fp16")
     assert main(["record-workload", "-o", str(out), "--", sys.executable, "-c", "pass"]) == 1
     assert "made no call" in capfd.readouterr().err
+
+
+CHILDREN = """
+import multiprocessing, os, sys
+import nsa, torch
+
+def call():
+    q, blocks = torch.ones(1, 2, 2, 16).half(), torch.zeros(1, 2, 1, 2, dtype=torch.int32)
+    nsa.selection_attention(q, q[:, :, :1], q[:, :, :1], block_indices=blocks, block_size=1, backend="sdpa")
+
+torch.set_num_threads(1)
+call()
+child = multiprocessing.get_context("fork").Process(target=call)
+child.start(), child.join()
+"""
+
+
+def test_children_are_counted_and_lost_calls_are_named(tmp_path, capfd):
+    """A child counts its own calls alone. A process that was killed leaves none, and the status is as in a shell."""
+    out = tmp_path / "mine.yaml"
+    command = ["record-workload", "-o", str(out), "--", sys.executable, "-c"]
+    assert main([*command, CHILDREN]) == 0
+    assert f"2 calls of 1 shapes written to {out}" in capfd.readouterr().out
+    assert main([*command, CHILDREN + "os.kill(os.getpid(), 9)"]) == 128 + 9
+    assert "of 2 processes that made calls, 1 ended by a signal" in capfd.readouterr().err
+    assert "# Shapes and counts of 1 calls" in out.read_text()
+
+
+def test_ctrl_c_ends_the_program_and_its_calls_are_written(tmp_path):
+    """As of a server: the terminal sends the signal to both."""
+    out = tmp_path / "mine.yaml"
+    server = CHILDREN + "import signal, time\ntry:\n os.killpg(0, signal.SIGINT)\n time.sleep(9)\n"
+    server += "except KeyboardInterrupt:\n time.sleep(0.5)\n"
+    command = [sys.executable, "-m", "nsa", "record-workload", "-o", str(out), "--", sys.executable, "-c", server]
+    ran = subprocess.run(command, start_new_session=True, capture_output=True, text=True, timeout=300)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert out.is_file()
+
+
+@pytest.mark.parametrize(
+    ("out", "program", "said"),
+    [
+        ("mine.yaml", "no-such-program", "no-such-program: cannot be started: No such file or directory"),
+        (".", sys.executable, "expected a file, or none yet"),
+        ("pipe", sys.executable, "-o pipe: expected a file, or none yet"),  # /dev/null was replaced by a file
+    ],
+)
+def test_what_cannot_be_recorded_is_said_in_a_line(tmp_path, monkeypatch, capfd, out, program, said):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    assert main(["record-workload", "-o", out, "--", program, "-c", PROGRAM]) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_a_workload_that_cannot_be_written_is_printed(tmp_path, capfd):
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "mine.yaml"
+    assert main(["record-workload", "-o", str(out), "--", sys.executable, "-c", PROGRAM]) == 3
+    said = capfd.readouterr()
+    assert "the workload is printed instead" in said.err
+    assert "queries: 3, keys: 40" in said.out
