@@ -295,12 +295,13 @@ def test_machine_that_slowed_as_a_whole_changes_nothing(recorded, tmp_path):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("{", "expected the JSON of a pytest"), ("{}", "machine_info: expected a mapping"), (None, "cannot be read"),
+    (b"{", "expected the JSON of a pytest"), (b"{}", "machine_info: expected a mapping"), (None, "cannot be read"),
+    (b"\xff" * 9000, "pytest-benchmark run: 'utf-8' codec can't decode byte 0xff in position 0"),
 ])  # fmt: skip
 def test_unreadable_recording_is_one_line(tmp_path, capsys, text, message):
     path = tmp_path / "run.json"
     if text is not None:
-        path.write_text(text)
+        path.write_bytes(text)
     assert pages.main([str(path), "-o", str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"error: {path}: ")

@@ -31,7 +31,7 @@ def read(path: Path, needs: Needs = "data") -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # ValueError: also bytes that are not UTF-8, and digits without end
-        raise ValueError(f"{path}: expected the JSON of a pytest-benchmark run, got {error!r}") from error
+        raise ValueError(f"{path}: expected the JSON of a pytest-benchmark run: {error}") from error
     try:
         _check_run(document, needs)
         if document.get("checksum") not in (None, checksum(document)):
