@@ -18,6 +18,8 @@ BY_HAND = ("nsa_shape", "nsa_dist", "nsa_decode", "nsa_csv")
 STORAGE = "--benchmark-storage"
 SAMPLING = {"nsa_iters": 50, "nsa_warmup": 5, "nsa_seed": 0, "nsa_streams": 1}
 """The default sampling. Baselines always have it."""
+SMALLEST = {"nsa_iters": 1, "nsa_warmup": 0, "nsa_streams": 1, "nsa_regret": 0}
+"""The smallest number that an option takes. A seed may be any."""
 
 
 def _flag(text: str) -> dict[str, Any]:
@@ -37,7 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "as f(q, k, v, *, ranges, causal, scale, return_lse=False); @blocks: with block_indices and block_size instead "
         "of ranges; @dense: f(Q, K, V) on packed rows (repeatable)",
     },
-    "--nsa-iters": _number("nsa_iters", "samples per benchmark"),
+    "--nsa-iters": _number("nsa_iters", "samples per benchmark; at least 10 are taken"),
     "--nsa-warmup": _number("nsa_warmup", "warm-ups per benchmark"),
     "--nsa-seed": _number("nsa_seed", "number that is added to the seed of each case"),
     "--nsa-streams": _number("nsa_streams", "also time N calls at once, each on its own CUDA stream"),

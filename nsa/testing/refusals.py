@@ -23,10 +23,12 @@ NEEDS = {
 """Options that do nothing without one of others. An error tells the user to add the first of those."""
 TYPED = {"nsa_against": "--nsa-against=HEAD", "benchmark_compare": "--benchmark-compare"}
 """Options as a user types them, where that is not `--option=VALUE`."""
+SETTINGS = ("conftest.py", "pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
+"""Files from which pytest takes options and plugins, if they lie in its rootdir."""
 
 
 def check_values(config: pytest.Config) -> None:
-    """Raise pytest.UsageError for an option that would do nothing: its value is empty, or it needs another option.
+    """Raise pytest.UsageError for an option that would do nothing: its value is empty or too small, or another lacks.
 
     An unset variable in a script, as in `--nsa-against="$BASE"`, makes an empty value.
     """
@@ -37,10 +39,32 @@ def check_values(config: pytest.Config) -> None:
         if any(x == Path("") or (isinstance(x, str) and not x.strip()) for x in values):
             typed = TYPED.get(name, f"{spelled(name)}=VALUE")
             raise pytest.UsageError(f"{spelled(name)}: its value is empty: type {typed}, or leave the option out")
+    for name, least in options.SMALLEST.items():
+        if given.get(name, least) < least:
+            raise pytest.UsageError(f"{spelled(name)}: expected a number of at least {least}, got {given[name]}")
     for name, others in NEEDS.items():
         if given.get(name) and not any(map(given.get, others)):
             needed = " or ".join(spelled(other) for other in others if other in given and other != "nsa_recording")
             raise pytest.UsageError(f"{spelled(name)} needs {needed}: add it, or leave out {spelled(name)}")
+
+
+def check_paths(config: pytest.Config) -> None:
+    """Raise pytest.UsageError if pytest took the value of an option for a path of tests, and so another rootdir.
+
+    pytest chooses its rootdir before it knows the options of plugins. A word after such an option, if it is a file
+    that exists, counts as one of the paths whose common folder is the rootdir.
+    """
+    here, words = config.invocation_params.dir, list(map(str, config.invocation_params.args))
+    if config.rootpath == here or (config.inipath is not None and config.rootpath in here.parents):
+        return
+    ignored = next((name for name in SETTINGS if (here / name).is_file()), None)
+    for option, value in zip(words, words[1:], strict=False):
+        ours = option.startswith(("--nsa-", "--benchmark-")) and option != STORAGE and "=" not in option
+        if ignored and ours and value not in config.args and (here / value).exists():
+            raise pytest.UsageError(
+                f"{option} {value}: pytest takes {value} for a path of tests, and so does not read {here / ignored}: "
+                f"write {option}={value}"
+            )
 
 
 def check(config: pytest.Config) -> None:

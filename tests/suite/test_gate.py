@@ -93,7 +93,7 @@ def save(run_pytest, monkeypatch, path, *arguments, **options):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for name, value in off_gpu(NSA_COMMIT="abc1234567").items():
         monkeypatch.setenv(name, value)
-    for name in ("check_values", "refused_of_several"):  # which REFUSED is about
+    for name in ("check_values", "check_paths", "refused_of_several"):  # which REFUSED is about
         monkeypatch.setattr(hooks.refusals, name, lambda config: None)
     given = {"collectonly": False, "nsa_recording": False, "nsa_save_baseline": True, "nsa_against": None} | options
     return hooks.pytest_cmdline_main(configuration(path, *SAVE, *arguments, **given))
@@ -393,6 +393,7 @@ REFUSED = [  # arguments, exit status, and what stderr says
     (["--nsa-against="], 4, "ERROR: --nsa-against: its value is empty: type --nsa-against=HEAD, or leave the option"),
     (["--nsa-strict"], 4, "ERROR: --nsa-strict needs --benchmark-compare or --nsa-against or --nsa-save-baseline: add"),
     (["--benchmark-compare", "--benchmark-storage", "{elsewhere}"], 1, "write --benchmark-storage={elsewhere}"),
+    (["--nsa-csv", "{elsewhere}"], 4, "/conftest.py: write --nsa-csv={elsewhere}"),
     (["--nsa-save-baseline", *CONTESTANTS], 1, "a baseline is of one contestant: leave out all but one --nsa-impl"),
     *[(["--nsa-save-baseline", option], 1, "--nsa-save-baseline: a baseline is of core") for option in NOT_CORE],
     *[(["--nsa-against=HEAD", option], 1, OTHERS.format(*[option.partition("=")[0]] * 2)) for option in ONE],

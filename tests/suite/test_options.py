@@ -54,6 +54,14 @@ def test_an_option_that_needs_another_is_refused_alone(name):
     check(**unset | {name: False})
 
 
+@pytest.mark.parametrize("name", options.SMALLEST)
+def test_a_number_too_small_is_refused(name):
+    least = options.SMALLEST[name]
+    with pytest.raises(pytest.UsageError, match=f"^{options.spelled(name)}: expected a number of at least {least}, g"):
+        check(**{name: least - 1})
+    check(**{name: least})
+
+
 # --- which benchmarks a command selects: those that take minutes run where they are named -----------------------------
 
 LENGTHY = ("test_regret", "test_threshold", "test_training")  # files, and the tests in them that take minutes

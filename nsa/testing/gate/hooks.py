@@ -34,6 +34,7 @@ _forbidden_key = pytest.StashKey[list[str]]()  # what --benchmark-compare-fail f
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
     """With `--nsa-save-baseline` or `--nsa-against`, this process measures nothing. It starts processes that do."""
     refusals.check_values(config)
+    refusals.check_paths(config)
     option = config.option
     if option.collectonly or option.nsa_recording or not (option.nsa_save_baseline or option.nsa_against):
         return None
