@@ -188,10 +188,10 @@ def test_words_of_a_shape_precede_those_of_its_variant_and_those_of_all(small):
 
 WRONG = [  # what is replaced, by what, the line, and what is said
     ("weight: 3", "wieght: 3", 7, "wieght: expected a word of a shape: queries, keys, batch"),
-    ("weight: 3", "weight: -1", 7, "weight: expected a number of at least 0, got -1"),
-    ("weight: 0", "weight: .nan", 9, "weight: expected a number of at least 0, got nan"),
-    ("queries: 2", "queries: 0", 7, "queries: expected a whole number above 0, or a list of them, got 0"),
-    ("queries: 2, ", "", 7, "queries: expected a whole number above 0, or a list of them, got None"),
+    ("weight: 3", "weight: -1", 7, "weight: expected a number from 0 to 2^31, got -1"),
+    ("weight: 0", "weight: .nan", 9, "weight: expected a number from 0 to 2^31, got nan"),
+    ("queries: 2", "queries: 0", 7, "queries: expected a whole number from 1 to 2^31, or a list of them, got 0"),
+    ("queries: 2, ", "", 7, "queries: expected a whole number from 1 to 2^31, or a list of them, got None"),
     ("keys: 50", "keys: 1", 7, "keys: expected at least as many as queries, got 1"),
     ("keys: [40, 33]", "keys: [40]", 8, "keys: expected as many numbers as queries, without batch, got [40]"),
     ("D: 16", "D: 512", 7, "shape: expected one that a kernel serves, got 'head dim D: exp"),
@@ -201,6 +201,14 @@ WRONG = [  # what is replaced, by what, the line, and what is said
     ("source: a test", "sauce: a test", 1, "sauce: expected a key of a workload: source, common, variants, s"),
     ("source: a test\n", "", 1, "source: expected it, got none"),
     ("name: ragged", "name: B1-T2-K50", 8, "name: expected shapes of different names, got 'B1-T2-K50'"),
+    ("source: a test", "source: [1]", 1, "source: expected text that says where the shapes come from, got [1]"),
+    ("plain: {}", "a b: {}", 4, "variants: expected names of letters, digits, - and ., got 'a b'"),
+    ("  plain: {}\n  pages: {pages: true, shared: 0.9}", "  {}", 4, "variants: expected names of letters, digits"),
+    ("weight: 3", "weight: .inf", 7, "weight: expected a number from 0 to 2^31, got inf"),
+    ("queries: 2", "queries: 99999999999999999999", 7, "queries: expected a whole number from 1 to 2^31"),
+    ("queries: 2", "queries: 2026-02-31", 7, "expected a valid value: day is out of range"),
+    ("queries: 2", "queries: &a [*a]", 7, "expected a valid value: found unconstructable recursive node"),
+    ("queries: 2", "queries: !!python/object:x.y 2", 7, "expected a valid value: could not determine"),
     ("shapes:", "shapes: []\nmore:", 7, "more: expected a key of a workload"),
 ]  # fmt: skip
 

@@ -28,6 +28,8 @@ from nsa.testing.matrix.m3 import Shape
 from nsa.validate import check
 
 FOLDER = Path(__file__).parent
+LARGEST = 2**31
+NAME = re.compile(r"[\w.-]+")
 TOP = ("source", "common", "variants", "shapes")
 
 
@@ -40,7 +42,7 @@ class Word(NamedTuple):
 
 
 def _whole(x: Any) -> bool:
-    return type(x) is int and x > 0
+    return type(x) is int and 0 < x <= LARGEST
 
 
 def _lengths(x: Any) -> bool:
@@ -52,10 +54,11 @@ def _flag(x: Any) -> bool:
 
 
 def _number(x: Any) -> bool:
-    return type(x) in (int, float) and x >= 0
+    return type(x) in (int, float) and 0 <= x <= LARGEST
 
 
-COUNT, LENGTHS = Word("a whole number above 0", _whole), Word("a whole number above 0, or a list of them", _lengths)
+COUNT = Word("a whole number from 1 to 2^31", _whole)
+LENGTHS = Word("a whole number from 1 to 2^31, or a list of them", _lengths)
 WORDS = {
     "queries": LENGTHS, "keys": LENGTHS._replace(default=None), "batch": COUNT._replace(default=1),
     "HQ": COUNT, "HKV": COUNT, "D": COUNT, "Dv": COUNT._replace(default=None), "block_size": COUNT,
@@ -63,8 +66,8 @@ WORDS = {
     "shared": Word("a number from 0 to 1", lambda x: _number(x) and x <= 1, 0),
     "dtype": Word("bf16 or fp16", lambda x: x in ("bf16", "fp16"), "bf16"),
     "pages": Word("true or false", _flag, False), "fp8": Word("true or false", _flag, False),
-    "weight": Word("a number of at least 0", _number, 1),
-    "name": Word("letters, digits, - and .", lambda x: isinstance(x, str) and bool(re.fullmatch(r"[\w.-]+", x)), ""),
+    "weight": Word("a number from 0 to 2^31", _number, 1),
+    "name": Word("letters, digits, - and .", lambda x: isinstance(x, str) and bool(NAME.fullmatch(x)), ""),
 }  # fmt: skip
 """queries, keys: of each of `batch` sequences; lists: of each sequence. Without `keys`, as many as queries. blocks: of
 `block_size` keys, that each query selects. shared: the share of them that a query has in common with the query before
@@ -107,17 +110,25 @@ def read(path: Path) -> list[Entry]:
         top = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: expected YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: expected YAML: nested too deep") from error
     given = _mapping(path, top, TOP, "a key of a workload")
     for name in ("source", "shapes"):
         if name not in given:
             raise ValueError(f"{path}, line 1: {name}: expected it, got none")
     shapes = given["shapes"]
+    source = _value(path, given["source"])
+    if not isinstance(source, str) or not source.strip():
+        raise _wrong(path, given["source"], "source", "text that says where the shapes come from", source)
     if not isinstance(shapes, yaml.SequenceNode) or not shapes.value:
-        raise _wrong(path, shapes, "shapes", "a list of shapes", _value(shapes))
+        raise _wrong(path, shapes, "shapes", "a list of shapes", _value(path, shapes))
     common = _words(path, given["common"]) if "common" in given else {}
     variants: dict[str, Any] = {"": {}}
     if "variants" in given:
         named = _mapping(path, given["variants"], None, "")
+        wrong = next((name for name in named if not NAME.fullmatch(name)), None)
+        if wrong is not None or not named:
+            raise _wrong(path, given["variants"], "variants", "names of letters, digits, - and .", wrong)
         variants = {name: _words(path, node) for name, node in named.items()}
     own = [(node, _words(path, node)) for node in shapes.value]
     all_words = [(node, name, common | words | mine) for name, words in variants.items() for node, mine in own]
@@ -135,7 +146,7 @@ Words = dict[str, tuple[Any, yaml.Node]]  # values, and where they stand
 
 def _mapping(path: Path, node: Any, known: Any, what: str) -> dict[str, yaml.Node]:
     if not isinstance(node, yaml.MappingNode):
-        raise _wrong(path, node, "content", "a mapping", _value(node))
+        raise _wrong(path, node, "content", "a mapping", _value(path, node))
     values: dict[str, yaml.Node] = {}
     for key, value in node.value:
         name = str(key.value)
@@ -150,18 +161,21 @@ def _mapping(path: Path, node: Any, known: Any, what: str) -> dict[str, yaml.Nod
 def _words(path: Path, node: Any) -> Words:
     words: Words = {}
     for name, at in _mapping(path, node, WORDS, "a word of a shape").items():
-        value = _value(at)
+        value = _value(path, at)
         if not WORDS[name].valid(value):
             raise _wrong(path, at, name, WORDS[name].expected, value)
         words[name] = value, at
     return words
 
 
-def _value(node: Any) -> Any:
+def _value(path: Path, node: Any) -> Any:
     if node is None:
         return None
-    loader = yaml.SafeLoader("")
-    return loader.construct_object(node, deep=True)
+    try:
+        return yaml.SafeLoader("").construct_object(node, deep=True)
+    except (yaml.YAMLError, ValueError) as error:  # of a date such as 2026-02-31, or of a list that is part of itself
+        text = f"{path}, line {node.start_mark.line + 1}: expected a valid value: {' '.join(str(error).split())}"
+        raise ValueError(text) from error
 
 
 def _wrong(path: Path, node: Any, name: str, expected: str, got: object) -> ValueError:
