@@ -10,7 +10,7 @@ import torch
 
 from nsa.testing import machine
 from nsa.testing import verdicts as verdicts_module
-from nsa.testing.contestants import named
+from nsa.testing.contestants import named, traces
 from nsa.testing.contestants.contract import Contract
 from nsa.testing.contestants.fit import ENOUGH
 from nsa.testing.gate import hooks
@@ -421,7 +421,7 @@ def said_of(tally, whole=True, lane="parity", **contract):
 
 
 def test_a_promise_that_no_test_asked_for_is_named():
-    cases = {f"case{i}" for i in range(ENOUGH)}
+    cases = {f"case{i}-bf16" for i in range(ENOUGH)}
     how = {"lse": "e", "gradients": True, "sequences": True}
     lines = said_of(Tally(right=cases, exercised={"O", "LSE"}), **how)
     asked = "promised, and no test of this run asked for it"
@@ -435,13 +435,27 @@ def test_a_promise_that_no_test_asked_for_is_named():
 def test_bf16_that_no_case_had_is_named(monkeypatch, lane, why):
     """As without a GPU, where cases are of the other dtypes of a contract, or with `-k fp16`."""
     monkeypatch.setattr(verdicts_module, "current_lane", lambda: lane)
-    untested = "; bf16 is promised, and was not tested"
+    untested = "  bf16 is promised, and was not tested"
     cases = {f"H2-D16-Dv16-L24-fp16-{i}" for i in range(ENOUGH)}
-    [line] = said_of(Tally(right=cases, exercised={"O"}))
-    assert line.endswith(untested + why)
+    [_, line] = said_of(Tally(right=cases, exercised={"O"}))
+    assert line == untested + why
     for seen, contract in ((cases, {"dtypes": ("fp16",)}), (cases | {"H2-D16-Dv16-L24-bf16"}, {})):
         [line] = said_of(Tally(right=seen, exercised={"O"}), **contract)
         assert untested not in line
+
+
+def test_an_error_whose_own_text_fails_is_told():
+    class Mute(Exception):
+        def __str__(self):
+            raise TypeError
+
+    assert re.fullmatch("<.*>", traces.said(Mute()))
+
+
+def test_cases_that_a_kernel_refuses_are_counted_by_reason():
+    """Not by the case, which each reason names."""
+    skipped = {f"case{i}": f"Skipped: unsupported: case{i}: D = {32 if i else 16}" for i in range(3)}
+    assert said_of(Tally(skipped=skipped), whole=False)[1:] == ["  3 cases not run: unsupported: D = 32"]
 
 
 def test_findings_of_one_contestant_are_not_tried_first_on_another():

@@ -242,7 +242,7 @@ def unsupported(what: str, error: NotImplementedError) -> NoReturn:
     """Skip a test because a kernel refused a call. `verdicts` fails a test that a kernel skips in another way."""
     import pytest  # here, because `calibrate` imports this module without pytest
 
-    raise pytest.skip.Exception(f"unsupported: {what}: {error}") from error
+    raise pytest.skip.Exception(f"unsupported: {what}: {traces.said(error) or 'NotImplementedError'}") from error
 
 
 @contextlib.contextmanager

@@ -52,7 +52,8 @@ def line_of_a_user(error: BaseException) -> str | None:
 
 def said(error: BaseException) -> str:
     """What an error says in one line: its message, or the source of an `assert` without a message."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    message = str(traceback.TracebackException(type(error), error, None))  # also if the error's own __str__ raises
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
     frames = of(error)
     if not lines and frames:
         return frames[-1].line or ""
