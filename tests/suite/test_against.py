@@ -134,7 +134,7 @@ def commands(workflow, tmp_path):
 
 def gated(runner, words, few=FEWER["perf"][1]):
     """What pytest does with these words, in this process, whose children are forks."""
-    options = {"nsa_against": words[-1], "nsa_impl": ["timed:attend"], "nsa_strict": True}
+    options = {"nsa_against": words[-1], "nsa_impl": ["timed:attend"], "nsa_strict": True, "pyargs": True}
     config = configuration(runner, "-p", "nsa_pytest", "-p", "clock", *words, "-k", few, **options)
     config.args = [FEWER["perf"][0]]
     return hooks._against(config)

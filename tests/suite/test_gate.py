@@ -393,6 +393,7 @@ REFUSED = [  # arguments, exit status, and what stderr says
     (["--nsa-against="], 4, "ERROR: --nsa-against: its value is empty: type --nsa-against=HEAD, or leave the option"),
     (["--nsa-strict"], 4, "ERROR: --nsa-strict needs --benchmark-compare or --nsa-against or --nsa-save-baseline: add"),
     (["--benchmark-compare", "--benchmark-storage", "{elsewhere}"], 1, "write --benchmark-storage={elsewhere}"),
+    (["--nsa-against=HEAD", "tests/nowhere.py"], 1, "nothing was compared: file or directory not found: tests/nowh"),
     (["--nsa-csv", "{elsewhere}"], 4, "/conftest.py: write --nsa-csv={elsewhere}"),
     (["--nsa-save-baseline", *CONTESTANTS], 1, "a baseline is of one contestant: leave out all but one --nsa-impl"),
     *[(["--nsa-save-baseline", option], 1, "--nsa-save-baseline: a baseline is of core") for option in NOT_CORE],
@@ -443,13 +444,14 @@ def test_a_recording_of_some_benchmarks_leaves_the_others_in_force(project, reco
 
 # Bytes a file may have.
 FULL_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))\n"
+REPLACED = {"full disk": FULL_DISK + TEXT, "skipped": TEXT + "pytestmark = pytest.mark.skip\n"}
 
 
-@pytest.mark.parametrize("why", ["regression", "wrong", "full disk"])
+@pytest.mark.parametrize("why", ["regression", "wrong", "full disk", "skipped"])
 def test_what_is_not_saved(project, record, capsys, why):
     """A regression unless it is accepted, a wrong result or a full disk whatever is accepted."""
-    if why == "full disk":
-        (project.path / PATH).write_text(FULL_DISK + TEXT)
+    if why in REPLACED:
+        (project.path / PATH).write_text(REPLACED[why])
     else:
         project.inject(**SLOWER if why == "regression" else {"same": ALIKE["same"] | {"wrong": True}})
     accepted = ["--nsa-accept-regression"] * (why != "regression")
@@ -458,7 +460,8 @@ def test_what_is_not_saved(project, record, capsys, why):
     assert not list(project.baselines.glob(".recording-*"))
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("no baseline saved: run 1 of 3 ")
-    assert said.endswith("was red (exit status 1)") or why == "full disk"
+    ends = {"skipped": "measured no benchmark", "full disk": ""}
+    assert said.endswith(ends.get(why, "was red (exit status 1)"))
 
 
 INTERRUPTS = """

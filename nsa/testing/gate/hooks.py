@@ -57,6 +57,9 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 def _against(config: pytest.Config) -> int:
     ref, arguments = config.option.nsa_against, list(map(str, config.invocation_params.args))
     paths = [word for word in arguments if word in config.args]
+    for path in paths if not config.option.pyargs else ():
+        if not Path(config.invocation_params.dir, path.partition("::")[0]).exists():
+            raise against.NotCompared(f"file or directory not found: {path}")
     contestant = _contestant(config)
     root = config.invocation_params.dir if contestant else config.rootpath
     module = contestant.partition(":")[0].partition(".")[0]
