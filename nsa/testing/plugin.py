@@ -71,6 +71,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "contested(of, names, ours, promise, selects): runs once for each contestant")
+    if not config.pluginmanager.hasplugin("warnings"):  # with `-p no:warnings`, whose mark our tests have
+        config.addinivalue_line("markers", "filterwarnings(warning): does nothing without pytest's plugin of warnings")
     for impl in config.option.nsa_impl[:1]:
         under_test(impl.partition(":")[0])
     profiles.choose(config)

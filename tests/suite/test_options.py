@@ -85,6 +85,13 @@ def test_lengthy_benchmarks_are_collected_on_request_only(run_pytest):
             assert type(count)(listed) == count, (words, name, listed)
 
 
+def test_tests_are_collected_without_pytests_plugin_of_warnings(run_pytest):
+    """Unknown marks are errors here, and that plugin has the mark `filterwarnings`."""
+    words = ("tests/parity", "-m", "parity", "-p", "no:warnings")
+    done = run_pytest(*words, "--collect-only", "-q", "-p", "no:cacheprovider", cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 # A plugin that takes the benchmarks' setup for one of the GPU lane and ends the run where kernels would be compiled.
 ON_A_GPU = """\
 import pytest, torch
