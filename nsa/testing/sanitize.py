@@ -42,6 +42,8 @@ LONG = 6000  # characters shown of each output stream of a failed run
 
 def main(arguments: Sequence[str]) -> int:
     """Run each tool on the matrix and on its planted fault. Returns the exit status; exits if no tool is installed."""
+    if arguments and arguments[0] not in (*TOOLS, "matrix"):
+        raise SystemExit(f"expected no argument, got {arguments[0]}")
     if arguments:
         return _child(arguments[0])
     tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")

@@ -98,3 +98,8 @@ for kernel, signature in (
 def test_the_faults_compile(compiling):
     pytest.importorskip("triton", minversion="3.3", reason="sources are described as of Triton 3.3 on")
     compiling(COMPILE)
+
+
+def test_other_words_are_refused():
+    with pytest.raises(SystemExit, match="expected no argument, got --help"):
+        sanitize.main(["--help"])

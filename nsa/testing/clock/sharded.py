@@ -341,24 +341,31 @@ def table(ask: Ask, result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """The command."""
+def main(arguments: list[str] | None = None) -> int:
+    """The command. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m nsa.testing.clock.sharded", description=__doc__)
-    usual = Ask(1)
-    cpu = not torch.cuda.is_available()
-    parser.add_argument("--world", type=int, default=2 if cpu else torch.cuda.device_count())
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu" if cpu else "cuda")
+    usual, gpus = Ask(1), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    parser.add_argument("--world", type=int, help="default: all GPUs; on a CPU 2 processes")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     for name in ("tokens", "long", "HQ", "HKV", "D", "samples"):
         parser.add_argument(f"--{name}", type=int, default=getattr(usual, name))
     parser.add_argument("--shared", type=float, default=0.0)
     parser.add_argument("--heads-at-once", type=int, nargs="+", default=usual.heads_at_once)
     parser.add_argument("--orders", nargs="+", default=usual.orders)
     parser.add_argument("--keep", choices=passes.KEEPS, default=usual.keep)
-    parser.add_argument("--backend", default="auto" if cpu else usual.backend)
+    parser.add_argument("--backend")
     given: dict[str, Any] = vars(parser.parse_args(arguments))
+    cpu = given["device"] == "cpu"
+    if not cpu and gpus < (given["world"] or 2):
+        text = f"sharded needs {given['world'] or 2} NVIDIA GPUs, got {gpus}; --device cpu is for a few tokens"
+        print(f"{text}: --device cpu --tokens 1024 --long 1024", file=sys.stderr)
+        return 1
+    given["world"] = given["world"] or (2 if cpu else gpus)
+    given["backend"] = given["backend"] or ("auto" if cpu else usual.backend)
     ask = Ask(**given | {name: tuple(given[name]) for name in ("heads_at_once", "orders")})
     print(table(ask, measure(ask)))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

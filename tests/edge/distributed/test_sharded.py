@@ -4,6 +4,9 @@ import functools
 
 import numpy as np
 import pytest
+import torch
+
+from nsa.testing.clock import sharded as measured
 
 CU = (0, 7, 7, 20, 22), (0, 9, 12, 20, 22)  # sequences of more and fewer keys than queries, one without queries
 TRITON = {"backend": "triton", "schedule": "query_major"}
@@ -88,3 +91,10 @@ def test_the_clock_measures_what_is_right(ranks):
         assert max(run["check"][name] for name in ("dq", "dk", "dv")) < 1e-5
         assert all(run[what] for what in ("whole", "compute", "communication"))
     assert [line.split()[0] for line in text.splitlines()[3:5]] == ["zigzag", "contiguous"]
+
+
+def test_the_clock_without_two_gpus_says_so_at_once(monkeypatch, capsys):
+    """Its usual step, of 131,072 tokens, would take hours on a CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert measured.main([]) == 1
+    assert capsys.readouterr().err.startswith("sharded needs 2 NVIDIA GPUs, got 0; --device cpu")
