@@ -28,7 +28,7 @@ SETTINGS = ("conftest.py", "pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg
 
 
 def check_values(config: pytest.Config) -> None:
-    """Raise pytest.UsageError for an option that would do nothing: its value is empty or too small, or another lacks.
+    """Raise pytest.UsageError for an option whose value is empty or too small, or that does nothing without another.
 
     An unset variable in a script, as in `--nsa-against="$BASE"`, makes an empty value.
     """

@@ -306,7 +306,7 @@ def ratios(ask: Ask, result: dict[str, Any], figures: dict[str, Any]) -> dict[st
     one = statistics.median(result["one_gpu"])
     ratio = {
         "speedup": one / whole,
-        "hidden": (compute + communication - whole) / communication,
+        "hidden": min(max((compute + communication - whole) / communication, 0.0), 1.0),  # 0 or 1 also within the noise
         "memory": figures["bytes"] * ask.world / result["one_gpu_bytes"] if result["one_gpu_bytes"] else 0.0,
         "world_of_1": statistics.median(result["world_of_1"]) / one,
     }
@@ -317,10 +317,11 @@ def ratios(ask: Ask, result: dict[str, Any], figures: dict[str, Any]) -> dict[st
 
 def table(ask: Ask, result: dict[str, Any]) -> str:
     """The figures as text, milliseconds and GiB."""
+    alone = "one GPU" if ask.device == "cuda" else "one process"
     lines = [
         f"{ask.world} ranks, {ask.tokens} tokens, {ask.HQ}/{ask.HKV} heads, D {ask.D}, 16 blocks of 64, "
         f"shared {ask.shared:g}, keep {ask.keep}",
-        f"one GPU {statistics.median(result['one_gpu']):.2f} ms (least {min(result['one_gpu']):.2f}), "
+        f"{alone} {statistics.median(result['one_gpu']):.2f} ms (least {min(result['one_gpu']):.2f}), "
         f"{result['one_gpu_bytes'] / 2**30:.2f} GiB; world of 1 {statistics.median(result['world_of_1']):.2f} ms",
         f"{'order':>10} {'heads':>5} {'prio':>4} {'whole':>7} {'compute':>7} {'comm':>6} {'GiB':>6} "
         f"{'speedup':>7} {'hidden':>6} {'memory':>6}  O equal; dq, dk, dv off by",
@@ -334,8 +335,9 @@ def table(ask: Ask, result: dict[str, Any]) -> str:
             f"{compute:7.2f} {communication:6.2f} {x['bytes'] / 2**30:6.2f} {r['speedup']:6.2f}x {r['hidden']:6.0%} "
             f"{r['memory']:5.2f}x  {x['check']['o']}; {off}"
         )
+    must = {name: f" (must {least:g})" if ask.device == "cuda" else "" for name, least in MUST.items()}
     r = ratios(ask, result, result["sharded"][0])
-    lines.append("; ".join(f"{name} {value:.3f} (must {MUST[name]:g})" for name, value in r.items()))
+    lines.append("; ".join(f"{name} {value:.3f}{must[name]}" for name, value in r.items()))
     if "long" in result:
         lines.append(f"{ask.long} tokens {statistics.median(result['long']):.1f} ms")
     return "\n".join(lines)
