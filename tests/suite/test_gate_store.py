@@ -235,6 +235,16 @@ def test_what_was_accepted_by_name_begins_anew(tmp_path):
     assert record(tmp_path, 1.03**5) is None
 
 
+def test_a_name_that_accepts_nothing_is_said(tmp_path):
+    assert record(tmp_path, 1.0) is None
+    gate = Gate(KEY, store.find(tmp_path, KEY), drift=["x", "other"])
+    gate.judge("x", *timings(1.0), None)
+    start = "not accepted by --nsa-accept-drift:"
+    assert [line for line in gate.report(["x"]) if line.startswith(start)] == [
+        f"{start} x is not slower in small steps", f"{start} other is no benchmark of this run",
+    ]  # fmt: skip
+
+
 def test_another_control_begins_anew(tmp_path):
     for i in range(4):
         assert record(tmp_path, 1.03**i) is None

@@ -122,6 +122,9 @@ class Gate:
             lines.append("accepted by --nsa-accept-regression")
         accepted = [v.name for v in self.verdicts if v.drift and v.name in self.drift]
         lines += [f"accepted by --nsa-accept-drift: {name}" for name in accepted]
+        for name in (name for name in self.drift if name not in accepted):
+            why = "is not slower in small steps" if name in ran else "is no benchmark of this run"
+            lines.append(f"not accepted by --nsa-accept-drift: {name} {why}")
         lines += self._explained()
         lines += self._missing(set(ran))
         if not self.verdicts:
