@@ -180,9 +180,9 @@ def _most(call: Call, bound: int | None, n: int) -> int | None:
 def _aligned(x: Tensor) -> Tensor:
     """``x``, contiguous and 16-byte aligned as SDPA's CUDA kernels need it. ``x`` is copied if it is not.
 
-    Under a compiler ``x`` is always copied, because a compiler does not know the offset.
+    Under a compiler ``x`` is always copied, because a compiler does not know the address.
     """
-    if not torch.compiler.is_compiling() and x.is_contiguous() and (x.storage_offset() * x.element_size()) % 16 == 0:
+    if not torch.compiler.is_compiling() and x.is_contiguous() and sp.aligned(x):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nsa
+from nsa.plain import packed_sdpa, spans
 from nsa.testing.matrix import strategies
 
 from .test_strides import LAYOUTS
@@ -226,3 +227,42 @@ def test_pack_rows_of_any_strides(draw, same, view):
     for ranges in (same([(1, 4), (9, 30)], 2, 2, 2), same([(1, 9), (0, 3)], 2, 40, 2)):
         got, want = nsa.pack_rows(k, v, ranges), nsa.pack_rows(k.contiguous(), v.contiguous(), ranges)
         torch.testing.assert_close(tuple(got), tuple(want), rtol=0, atol=0)
+
+
+def foreign(x):
+    """A copy of ``x`` as another library passes a slice by DLPack: at an odd address, and with an offset of 0."""
+    memory = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
+    copy = torch.from_dlpack(memory[1:].view(x.shape).copy_(x))
+    assert (copy.storage_offset(), copy.data_ptr() % 16) == (0, x.element_size())
+    return copy
+
+
+def test_tensors_of_another_library_at_any_address(device, draw, same):
+    """A GPU must not read them 16 bytes at a time."""
+    q, k, v = (x.half() for x in draw(B=2))
+    ranges = same([(1, 4), (9, 30)], 2, 3, 2)
+    got, want = nsa.pack_rows(foreign(k), foreign(v), ranges), nsa.pack_rows(k, v, ranges)
+    assert all(map(torch.equal, got, want))
+    for backend in ("sdpa", "triton"):
+        got, want = (
+            nsa.selection_attention(*qkv, ranges=ranges, max_selected=30, backend=backend)
+            for qkv in (map(foreign, (q, k, v)), (q, k, v))
+        )
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.uint8], ids=str)
+def test_rows_that_a_gpu_copies_in_elements_of_16_bytes(dtype):
+    """Their address counts, not only their offset: such a view of others raises, or a GPU faults."""
+    memory = torch.arange(4 * 64, dtype=torch.float32).to(dtype)
+    begin = -memory.data_ptr() % 16 // dtype.itemsize
+    rows = memory[begin : begin + 3 * 64].view(3, 64)
+    assert spans.sixteens(rows)
+    assert rows.view(torch.complex128).shape == (3, 4 * dtype.itemsize)
+    apart = memory[: 3 * 65].as_strided((3, 64), (65, 1), begin)
+    for other in (rows[:, 1:], rows[:, ::2], rows[:, :63], apart, foreign(rows)):
+        assert not spans.sixteens(other)
+    assert spans.sixteens(rows[:, : 16 // dtype.itemsize])
+    assert not spans.aligned(foreign(rows))
+    assert spans.aligned(packed_sdpa._aligned(foreign(rows)))
+    assert packed_sdpa._aligned(rows) is rows
