@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nsa import ops, settings
 from nsa.call import Call
+from nsa.kernels.shared.launch import current_device
 from nsa.kernels.shared.sizes import next_power_of_2
 
 SIZE = 4  # keys of a block
@@ -79,13 +80,16 @@ def attend(call: Call, ids: Tensor, token_to_req: Tensor, v_scale: float, gate: 
     Raises:
         ValueError, TypeError: as :func:`nsa.selection_attention_with_kvcache`. ``out`` was not written.
     """
-    q, table, out = call.q, call.block_table, call.out
+    q, table, out, device = call.q, call.block_table, call.out, call.q.device
+    if device.index is not None and device.index != current_device():  # Triton launches on the current GPU
+        with torch.cuda.device(device):
+            return attend(call, ids, token_to_req, v_scale, gate)
     assert table is not None and out is not None
     (T, HQ, D), B, n = q.shape, table.shape[0], ids.shape[1] // SIZE
     room = call.k.shape[1] * table.shape[1]
     ids, token_to_req = ids if ids.stride(1) == 1 else ids.contiguous(), token_to_req.contiguous()
     blocks, positions, ends, lengths = (
-        torch.empty(shape, dtype=torch.int32, device=q.device) for shape in ((T, 1, n), (T,), (B + 1,), (B,))
+        torch.empty(shape, dtype=torch.int32, device=device) for shape in ((T, 1, n), (T,), (B + 1,), (B,))
     )
     scale = None
     if v_scale != 1.0:

@@ -12,6 +12,7 @@ import re
 import sys
 import textwrap
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -573,6 +574,34 @@ def test_a_gate_of_qsa_may_have_strides(device, monkeypatch):
     want = vllm.qsa_sparse_paged_attention(**arguments).clone()
     arguments["output_gate"] = arguments["output_gate"].t().contiguous().t()
     assert torch.equal(vllm.qsa_sparse_paged_attention(**arguments), want)
+
+
+def test_qsa_runs_on_the_gpu_of_its_tensors(monkeypatch):
+    """Its own kernels, too, which Triton would launch on the current GPU."""
+    from nsa.integrations import qsa
+
+    class Entered(Exception):
+        pass
+
+    def enter(device):
+        raise Entered(device)
+
+    monkeypatch.setattr(qsa, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    call = SimpleNamespace(q=SimpleNamespace(device=torch.device("cuda", 1)), block_table=None, out=None)
+    with pytest.raises(Entered, match=r"^cuda:1$"):
+        qsa.attend(call, None, None, 1.0, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs (without -n: a worker sees one)")
+@pytest.mark.parametrize("fp8", [False, True], ids=["half", "fp8"])
+def test_qsa_of_another_gpu(monkeypatch, fp8):
+    monkeypatch.setattr(vllm, "_own", refuse)
+    arguments, want, gate = qsa_step(torch.device("cuda", 1), fp8)
+    assert torch.cuda.current_device() == 0
+    close(vllm.qsa_sparse_paged_attention(**arguments), want * gate)
+    assert torch.cuda.current_device() == 0
 
 
 def test_qsa_is_put_in_place_and_restored(fake):
