@@ -19,6 +19,7 @@ from nsa.kernels.shared.shape import E4M3
 from nsa.selecting import plain
 from nsa.selecting.request import Request
 from nsa.settings import Settings, recording
+from nsa.torch_modes import capturing
 
 logger = logging.getLogger("nsa")
 MOST_REPORTED = 8  # wrong entries that one line of the log lists
@@ -39,7 +40,7 @@ def report_cache(call: Call) -> None:
     """
     cache_seqlens, block_table, ends = call.cache_seqlens, call.block_table, call.cu_seqlens_q
     assert cache_seqlens is not None
-    if cache_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+    if capturing(cache_seqlens):
         return
     pages, size = call.k.shape[:2]  # without pages: batch entries, and the keys that each has room for
     room = size if block_table is None else size * block_table.shape[1]
@@ -60,7 +61,7 @@ def report_selection(r: Request) -> None:
     """Warn of lengths outside the cache of a selection, of pages out of range, and of scores that are NaN, which count
     as -inf. Synchronizes, so it does nothing while a CUDA graph is captured.
     """
-    if r.q.is_cuda and torch.cuda.is_current_stream_capturing():
+    if capturing(r.q):
         return
     if r.cache_seqlens is not None:
         lengths, room = r.cache_seqlens.long().cpu(), r.rows * r.stride + r.window - 1

@@ -1,4 +1,4 @@
-"""The PyTorch modes that change a call: autocast, forward-mode AD, the transforms of ``torch.func``, dispatch modes.
+"""The PyTorch modes that change a call: autocast, forward-mode AD, ``torch.func``, dispatch modes, graph capture.
 
 Autocast casts a call as it casts SDPA. ``vmap`` is refused. Under other transforms a call runs in plain PyTorch. Where
 a ``TorchDispatchMode`` looks at the dispatcher (checkpoint policies, fake tensors, tracing), a call is an operator.
@@ -78,6 +78,11 @@ def without_grad(x: Tensor) -> Tensor:
     while torch._C._functorch.is_gradtrackingtensor(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
+
+
+def capturing(x: Tensor) -> bool:
+    """Whether ``x`` is on a GPU, and a CUDA graph is being captured: nothing is computed now, and nothing may wait."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def has_tangent(*tensors: Tensor | None) -> bool:

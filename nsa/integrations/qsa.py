@@ -15,6 +15,7 @@ from nsa import ops, settings
 from nsa.call import Call
 from nsa.kernels.shared.launch import current_device
 from nsa.kernels.shared.sizes import next_power_of_2
+from nsa.torch_modes import capturing
 
 SIZE = 4  # keys of a block
 ROWS = 16  # heads that a program of the gate takes
@@ -91,16 +92,10 @@ def attend(call: Call, ids: Tensor, token_to_req: Tensor, v_scale: float, gate: 
     blocks, positions, ends, lengths = (
         torch.empty(shape, dtype=torch.int32, device=device) for shape in ((T, 1, n), (T,), (B + 1,), (B,))
     )
-    scale = None
-    if v_scale != 1.0:
-        number = q.device, v_scale
-        if number not in _numbers:
-            _numbers[number] = torch.full((1,), v_scale, dtype=torch.float32, device=q.device)
-        scale = _numbers[number]
     call = call._replace(
-        block_indices=blocks, q_positions=positions, cu_seqlens_q=ends, cache_seqlens=lengths, v_scale=scale,
-        block_size=SIZE, max_seqlen_q=1 if T <= B else None, backend="triton", schedule="small_blocks",
-        settings=settings.get(),
+        block_indices=blocks, q_positions=positions, cu_seqlens_q=ends, cache_seqlens=lengths,
+        v_scale=None if v_scale == 1.0 else _tensor_of(v_scale, q), block_size=SIZE,
+        max_seqlen_q=1 if T <= B else None, backend="triton", schedule="small_blocks", settings=settings.get(),
     )  # fmt: skip
     _prepare[(T + B,)](
         ids, token_to_req, blocks, positions, ends, lengths, T, B, n, room, ids.stride(0), SIZE=SIZE,
@@ -110,3 +105,19 @@ def attend(call: Call, ids: Tensor, token_to_req: Tensor, v_scale: float, gate: 
     _gate[(-(-T * HQ // ROWS),)](
         out, gate.contiguous(), T * HQ, HQ, *out.stride()[:2], D=D, BLOCK_D=next_power_of_2(D), ROWS=ROWS, num_warps=4
     )
+
+
+def _tensor_of(number: float, q: Tensor) -> Tensor:
+    """``[1]`` fp32 on the device of ``q``. It is remembered, so that later calls do not fill it again.
+
+    A graph that is being captured fills one of its own: what is written now is there only after a replay. A tensor that
+    is remembered is waited for, because the next call may read it on another stream.
+    """
+    made = _numbers.get((q.device, number))
+    if made is None:
+        made = torch.full((1,), number, dtype=torch.float32, device=q.device)
+        if not capturing(q):
+            if q.is_cuda:
+                torch.cuda.current_stream(q.device).synchronize()
+            _numbers[q.device, number] = made
+    return made

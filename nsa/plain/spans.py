@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.call import Call
-from nsa.torch_modes import forward_mode, odd, transforms_active, without_grad
+from nsa.torch_modes import capturing, forward_mode, odd, transforms_active, without_grad
 from nsa.validate import INDEX_DTYPES, check_blocks, check_packing, check_tensors
 
 
@@ -208,7 +208,7 @@ def readable(x: Tensor) -> bool:
     x = without_grad(x)
     if x.is_meta or odd(x):
         return False
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not capturing(x)
 
 
 class PackedRows(NamedTuple):

@@ -576,6 +576,21 @@ def test_a_gate_of_qsa_may_have_strides(device, monkeypatch):
     assert torch.equal(vllm.qsa_sparse_paged_attention(**arguments), want)
 
 
+def test_a_scale_of_qsa_that_a_graph_fills_is_not_remembered(device, monkeypatch):
+    """Its memory is the graph's, and nothing is in it before the graph is replayed."""
+    from nsa.integrations import qsa  # imports Triton
+
+    monkeypatch.setattr(qsa, "_numbers", {})
+    captured = [True, False, True]
+    monkeypatch.setattr(qsa, "capturing", lambda x: captured.pop(0))
+    q = torch.empty(0, device=device)
+    in_graph, first, later = (qsa._tensor_of(0.5, q) for _ in range(3))
+    assert in_graph is not first
+    assert later is first
+    assert captured == [True]  # a remembered one is not asked about
+    assert {(x.item(), x.dtype) for x in (in_graph, first)} == {(0.5, torch.float32)}
+
+
 def test_qsa_runs_on_the_gpu_of_its_tensors(monkeypatch):
     """Its own kernels, too, which Triton would launch on the current GPU."""
     from nsa.integrations import qsa
