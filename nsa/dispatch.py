@@ -24,7 +24,7 @@ from nsa.kernels.shared.errors import NO_MEMORY, DoesNotFit
 from nsa.plain import oracle, packed_sdpa
 from nsa.routing import PLAIN, Plan
 from nsa.settings import recording
-from nsa.torch_modes import odd
+from nsa.torch_modes import capturing, odd
 
 logger = logging.getLogger("nsa")
 
@@ -204,8 +204,12 @@ def plain(route: str, call: Call, bound: int | None, layout: str = SDPA_LAYOUTS[
 
 
 def _run_debug(plan: Plan, call: Call) -> Result:
-    """Run a call and log what the ``debug_*`` settings ask for. ``debug_timing`` synchronizes."""
+    """Run a call and log what the ``debug_*`` settings ask for.
+
+    ``debug_timing`` and ``debug_compare`` synchronize, so they do nothing while a CUDA graph is captured.
+    """
     current = call.settings
+    timed, compared = (on and not capturing(call.q) for on in (current.debug_timing, current.debug_compare))
     if (folder := recording()) is not None:
         debug.count_shape(call, folder)
     if current.debug_shapes:
@@ -213,16 +217,16 @@ def _run_debug(plan: Plan, call: Call) -> Result:
         logger.info("shapes: %s", ", ".join(f"{k} {list(x.shape)} strides {x.stride()}" for k, x in named.items()))
     if current.debug_cache and call.cache_seqlens is not None:
         debug.report_cache(call)
-    synchronize = torch.cuda.synchronize if call.q.is_cuda and current.debug_timing else lambda _: None
+    synchronize = torch.cuda.synchronize if call.q.is_cuda and timed else lambda _: None
     synchronize(call.q.device)
     began = time.perf_counter()
     result, route, reason, rows = _served(plan, call)
     synchronize(call.q.device)
     count(route, reason, rows)
-    if current.debug_timing:
+    if timed:
         elapsed = (time.perf_counter() - began) * 1e3
         logger.info("route %s (%s): %.3f ms, host and device", route, reason, elapsed)
-    if current.debug_compare:
+    if compared:
         exact = plain("reference", call._replace(return_lse=False, out=None), None)[0]
         count("reference", "debug_compare is set")
         error = (result[0].double() - exact.double()).abs()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import nsa
+from nsa import dispatch
 from nsa.kernels.query_major import plan as query_major
 
 pytestmark = pytest.mark.usefixtures("fresh_routes")
@@ -107,3 +108,22 @@ def test_results_do_not_change(draw, same):
         q.requires_grad_()
         nsa.selection_attention(q, k, v, ranges=ranges).sum().backward()
         assert q.grad.isfinite().all()
+
+
+def test_nothing_waits_for_a_call_that_is_captured(logged, monkeypatch):
+    """Else the capture of the CUDA graph would fail."""
+    monkeypatch.setattr(dispatch, "capturing", lambda x: True)
+    (line,) = logged(debug_shapes=True, debug_timing=True, debug_compare=True)
+    assert line.startswith("shapes: ")
+
+
+@pytest.mark.gpu
+def test_a_call_is_captured_with_all_settings(draw, same):
+    q, k, v = draw()
+    given = {"ranges": same([(0, 7)], 1, 3, 2), "max_selected": 7}
+    want = nsa.selection_attention(q, k, v, **given)
+    graph = torch.cuda.CUDAGraph()
+    with nsa.configure(debug_shapes=True, debug_timing=True, debug_compare=True), torch.cuda.graph(graph):
+        got = nsa.selection_attention(q, k, v, **given)
+    graph.replay()
+    assert torch.equal(got, want)
