@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 INT32_MAX = 2**31 - 1
 
+MOST_HEADS = 65_535  # KV heads, where they are the second or third axis of a CUDA grid
+
 SPAN_BUCKETS = (8, 16, 64)
 """How many spans a program may hold in registers. Rows with more than 64 are read in chunks of 64."""
 

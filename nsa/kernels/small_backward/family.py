@@ -5,6 +5,7 @@ from __future__ import annotations
 from nsa.call import Call
 from nsa.kernels.shared.family import Family
 from nsa.kernels.shared.shape import BATCH, VARLEN, Shape
+from nsa.kernels.shared.sizes import MOST_HEADS
 from nsa.kernels.small_backward import tiles
 from nsa.kernels.small_blocks.tiles import FEW, LARGEST, MOST_SLOTS
 
@@ -22,6 +23,8 @@ class SmallBackward(Family):
         if keys > tiles.MOST_KEYS or shape.n > MOST_SLOTS:
             most = f"{tiles.MOST_KEYS} keys and {MOST_SLOTS} blocks a row"
             return f"small_backward: expected at most {most}, got {keys} and {shape.n}"
+        if shape.HKV > MOST_HEADS:
+            return f"small_backward: expected at most {MOST_HEADS} KV heads, got {shape.HKV}"
         return None
 
     def pays(self, call: Call, shape: Shape, device_name: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from nsa.call import Call
 from nsa.kernels.shared.family import Family
 from nsa.kernels.shared.shape import Shape
+from nsa.kernels.shared.sizes import MOST_HEADS
 from nsa.kernels.small_blocks import tiles
 
 
@@ -20,6 +21,8 @@ class SmallBlocks(Family):
         if shape.S_kv > tiles.MOST_KEYS or shape.n > tiles.MOST_BLOCKS:
             most = f"{tiles.MOST_KEYS} keys and {tiles.MOST_BLOCKS} blocks a row"
             return f"small_blocks: expected at most {most}, got {shape.S_kv} and {shape.n}"
+        if shape.HKV > MOST_HEADS:
+            return f"small_blocks: expected at most {MOST_HEADS} KV heads, got {shape.HKV}"
         return None
 
     def pays(self, call: Call, shape: Shape, device_name: str) -> str | None:

@@ -13,6 +13,7 @@ from nsa.kernels.shared import device as gpu
 from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.family import Exact, Family
 from nsa.kernels.shared.shape import Shape, has_steps
+from nsa.kernels.shared.sizes import MOST_HEADS
 from nsa.kernels.union import tiles
 
 LEAST_GROUP = 3  # smaller groups leave a tile's rows empty: union was never faster than key-major for one head
@@ -27,6 +28,8 @@ class Union(Family):
             return "union: expected block_indices, got ranges"
         if call.k.dtype != call.q.dtype:
             return f"union: expected a cache of dtype {call.q.dtype} (that of q), got {call.k.dtype}"
+        if shape.HKV > MOST_HEADS:
+            return f"union: expected at most {MOST_HEADS} KV heads, got {shape.HKV}"
         if call.settings.batch_invariant:
             return "union: a row's result depends on its neighbours, which batch_invariant forbids"
         return None

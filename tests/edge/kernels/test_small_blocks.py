@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import nsa
 from nsa import settings
 from nsa.call import Call
-from nsa.kernels.families import OF_SCHEDULE
+from nsa.kernels.families import BACKWARDS, FAMILIES, OF_SCHEDULE
 from nsa.kernels.shared import launch as launching
 from nsa.kernels.shared import sizes
 from nsa.kernels.shared.errors import DoesNotFit
@@ -167,6 +167,17 @@ def test_it_says_what_it_takes(prompt, same, device):
         nsa.selection_attention(*prompt(), ranges=same([(0, 9)], 1, 8, HKV), **SMALL)
     with pytest.raises(DoesNotFit, match="expected blocks of 16 keys or fewer, got 17"):
         nsa.selection_attention(*prompt(), **blocks_of(device, *[[0]] * 8) | {"block_size": 17}, **SMALL)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES[:2], BACKWARDS[0]], ids=lambda family: family.name)
+def test_more_heads_than_an_axis_of_a_grid_has(family):
+    """Tensors without data: shapes decide."""
+    q = torch.empty(1, 2, 65_536, 16, dtype=torch.bfloat16, device="meta")
+    for heads in (65_535, 65_536):
+        x, blocks = q[:, :, :heads], torch.empty(1, 2, heads, 66, dtype=torch.int32, device="meta")
+        call = Call.of(x, x, x, block_indices=blocks, block_size=SIZE)
+        said = f"{family.name}: expected at most 65535 KV heads, got 65536" if heads == 65_536 else None
+        assert family.why_not(call, shape_of(call)) == said
 
 
 def test_strides_of_a_list_past_2_31_are_not_narrow(prompt):
