@@ -177,6 +177,9 @@ def grid(of: str, B: int, S_kv: int, HKV: int, n: int, block_size: int | None, p
     if S_kv > MOST_KEYS or HKV > MOST_HEADS:
         raise DoesNotFit(f"{of}: expected at most {MOST_KEYS} keys and {MOST_HEADS} KV heads, got {S_kv} and {HKV}")
     size = GRID if block_size is None else min(block_size, max(S_kv, 1))
+    end = sizes.end_of_blocks(S_kv, size)
+    if end > sizes.MOST_END:
+        raise DoesNotFit(f"{of}: expected blocks of {size} keys to end at {sizes.MOST_END} or before, got {end}")
     blocks = S_kv // size + B if packed else B * -(-S_kv // size)
     if block_size is not None:
         return Grid(size, blocks, n)

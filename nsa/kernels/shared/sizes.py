@@ -9,6 +9,10 @@ INT32_MAX = 2**31 - 1
 
 MOST_HEADS = 65_535  # KV heads, where they are the second or third axis of a CUDA grid
 
+MOST_END = INT32_MAX - 128
+"""Where the last block of a sequence may end, whose keys kernels count in int32, also those past the last key. A tile
+may reach past its end."""
+
 SPAN_BUCKETS = (8, 16, 64)
 """How many spans a program may hold in registers. Rows with more than 64 are read in chunks of 64."""
 
@@ -45,6 +49,11 @@ def span_bucket(n: int, S_kv: int) -> int:
     while bucket > 1 and bucket * S_kv >= 2**31 - 256:  # 256: a tile may reach past the last slot
         bucket //= 2
     return bucket
+
+
+def end_of_blocks(S_kv: int, size: int) -> int:
+    """Where the last block of ``S_kv`` keys ends."""
+    return -(-S_kv // size) * size
 
 
 def narrow(capability: int, itemsize: int, block_d: int, block_dv: int) -> bool:

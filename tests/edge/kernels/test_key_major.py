@@ -280,10 +280,11 @@ def test_no_memory_at_all_is_raised(call, small, memory):
     ("sizes", "message"),
     [
         ({"S_kv": 2**31 - 1, "block_size": 64}, "expected at most 2147483391 keys"),
+        ({"S_kv": 2**31 - 400, "block_size": 2**30 + 1}, "to end at 2147483519 or before, got 2147483650"),
         ({"HKV": 65_536}, "and 65535 KV heads, got 64 and 65536"),
         ({"HKV": 64, "S_kv": 2**22, "block_size": 1}, "expected counters of blocks to fit"),
     ],
-    ids=["keys", "heads", "blocks"],
+    ids=["keys", "ends", "heads", "blocks"],
 )
 def test_what_is_not_counted_is_refused(sizes, message):
     """Tensors without data: shapes decide."""

@@ -355,6 +355,15 @@ def test_rows_do_not_depend_on_neighbours_with_batch_invariant(prompt, device, w
     assert not (nsa.kernels.launches - before)["union"]
 
 
+def test_keys_of_all_blocks_are_counted_in_int32():
+    """Those of the last block, too, which may end past the last key."""
+    most = 2**31 - 1 - 256
+    assert all(tiles.fits(most, size) for size in (32, 64, 128, most, 2**40))
+    assert not tiles.fits(most + 1, 64)
+    assert tiles.fits(2**31 - 400, 2**30 - 200)
+    assert not tiles.fits(2**31 - 400, 2**30 + 1)
+
+
 @forward
 def test_a_group_that_no_tile_holds_twice_is_told_what_fits(device, way):
     q, k = (torch.zeros(1, 4, heads, 16, device=device) for heads in (16, 1))
