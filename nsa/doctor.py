@@ -199,8 +199,9 @@ def _refused(device: torch.device) -> list[str]:
 
 
 def _checkout() -> bool:
-    """Whether this is a checkout with tests. An installed package has none."""
-    return (Path(__file__).parents[1] / "tests" / "perf").is_dir()
+    """Whether the current folder lies in a checkout of the package, which has tests."""
+    root = Path(__file__).parents[1]
+    return (root / "tests" / "perf").is_dir() and Path.cwd().is_relative_to(root)
 
 
 def _version(package: str) -> str:

@@ -139,7 +139,7 @@ def write(rows: Sequence[Row], folder: Path, command: str = COMMAND) -> str:
 
 def _rows(path: Path) -> Iterator[Row]:
     """The rows of a file. Raises ValueError, which names the line, if one is no row of `nsa.testing.regret`."""
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:
             row = json.loads(line)
             row["us"], row["gpu"], job(row)  # fields that the fit reads

@@ -393,6 +393,7 @@ REFUSED = [  # arguments, exit status, and what stderr says
     (["--nsa-against="], 4, "ERROR: --nsa-against: its value is empty: type --nsa-against=HEAD, or leave the option"),
     (["--nsa-strict"], 4, "ERROR: --nsa-strict needs --benchmark-compare or --nsa-against or --nsa-save-baseline: add"),
     (["--benchmark-compare", "--benchmark-storage", "{elsewhere}"], 1, "write --benchmark-storage={elsewhere}"),
+    (["--benchmark-compare", f"--benchmark-storage={PATH}"], 4, f"ERROR: --benchmark-storage {PATH}: expected a f"),
     (["--nsa-against=HEAD", "tests/nowhere.py"], 1, "nothing was compared: file or directory not found: tests/nowh"),
     (["--nsa-csv", "{elsewhere}"], 4, "/conftest.py: write --nsa-csv={elsewhere}"),
     (["--nsa-save-baseline", *CONTESTANTS], 1, "a baseline is of one contestant: leave out all but one --nsa-impl"),

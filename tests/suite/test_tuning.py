@@ -302,12 +302,13 @@ def test_too_little_writes_nothing(taken, got, gpus):
     assert not list(gpus.iterdir())
 
 
-@pytest.mark.parametrize("line", ["[1, 2]", "{", '{"us": {}, "gpu": "a"}', "7"])
+@pytest.mark.parametrize("line", ["[1, 2]", "{", '{"us": {}, "gpu": "a"}', "7", "\udcff"])
 def test_a_line_that_is_no_row_is_named(gpus, tmp_path, capsys, line):
     path = tmp_path / "a.jsonl"
-    path.write_text(f"{json.dumps(rows(1)[0])}\n{line}\n")
+    path.write_text(f"{json.dumps(rows(1)[0])}\n{line}\n", errors="surrogateescape")
     assert costs.main([str(path)]) == 1
-    assert capsys.readouterr().err == f"{path}:2: expected a row of nsa.testing.regret, got {line}\n"
+    got = line.replace("\udcff", "\N{REPLACEMENT CHARACTER}")
+    assert capsys.readouterr().err == f"{path}:2: expected a row of nsa.testing.regret, got {got}\n"
     assert not list(gpus.iterdir())
 
 

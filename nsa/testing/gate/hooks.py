@@ -115,7 +115,10 @@ def _storage(config: pytest.Config) -> Path:
         checkout = config.rootpath / "tests" / "perf" / "baselines"
         ours = not config.option.nsa_impl and checkout.parent.is_dir()
         return checkout if ours else Path(config.invocation_params.dir, "nsa-baselines")
-    return Path(config.invocation_params.dir, where.removeprefix("file://"))
+    folder = Path(config.invocation_params.dir, where.removeprefix("file://"))
+    if folder.exists() and not folder.is_dir():
+        raise pytest.UsageError(f"{STORAGE} {where}: expected a folder, got a file")
+    return folder
 
 
 def _contestant(config: pytest.Config) -> str:

@@ -231,13 +231,13 @@ def test_doctor_names_kernels_that_a_child_found_broken(gpu, monkeypatch, tmp_pa
         assert not any(line.startswith("refused") for line in doctor.report())
 
 
-@pytest.mark.parametrize("installed", [False, True], ids=["checkout", "installed"])
-def test_doctor_names_commands_that_can_be_typed(gpu, monkeypatch, installed):
-    """An installed package has no tests to run."""
+@pytest.mark.parametrize("installed", [False, True], ids=["checkout", "elsewhere"])
+def test_doctor_names_commands_that_can_be_typed(gpu, monkeypatch, tmp_path, installed):
+    """An installed package has no tests to run, and in another folder pytest finds none."""
     monkeypatch.setattr(doctor, "_version", lambda package: torch.__version__ if package == "torch" else "3.6.0")
     assert nsa.__main__.main(["calibrate"]) == 0
     if installed:
-        monkeypatch.setattr(doctor, "_checkout", lambda: False)
+        monkeypatch.chdir(tmp_path)
     assert ("pytest" in doctor.report()[-1]) != installed
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert ("pytest" in doctor.report()[-1]) != installed
