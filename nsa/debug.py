@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -106,13 +105,18 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 def count_shape(call: Call, folder: str) -> None:
     """Count a call of this process. The first one arranges that the counts are written when the process ends."""
     words = _words(call)
-    _counts(os.getpid(), folder)[LEFT_OUT if words is None else json.dumps(words)] += 1
+    _counts_of(os.getpid(), folder)[LEFT_OUT if words is None else json.dumps(words)] += 1
 
 
-@functools.cache
-def _counts(pid: int, folder: str) -> Counter[str]:
+_counts: dict[tuple[int, str], Counter[str]] = {}
+
+
+def _counts_of(pid: int, folder: str) -> Counter[str]:
     """The counts of a process, without those of the process that forked it. Its file is empty until it ends."""
-    counts: Counter[str] = Counter()
+    made: Counter[str] = Counter()
+    counts = _counts.setdefault((pid, folder), made)
+    if counts is not made:  # made by an earlier call, or by another thread at the same time
+        return counts
 
     def write(text: str) -> None:
         with contextlib.suppress(FileNotFoundError):  # a process that outlives the command: its folder is gone

@@ -1,13 +1,15 @@
 """`debug_timing`, `debug_compare`, `debug_shapes`: what each logs, and that nothing is logged without them."""
 
+import json
 import logging
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
 import nsa
-from nsa import dispatch
+from nsa import debug, dispatch
 from nsa.kernels.query_major import plan as query_major
 
 pytestmark = pytest.mark.usefixtures("fresh_routes")
@@ -127,3 +129,21 @@ def test_a_call_is_captured_with_all_settings(draw, same):
         got = nsa.selection_attention(q, k, v, **given)
     graph.replay()
     assert torch.equal(got, want)
+
+
+def test_threads_that_begin_at_once_are_counted_together(monkeypatch):
+    """One file holds the counts of a process, so first calls of two threads must not be counted apart."""
+    written, finalizers = [], []
+
+    def write(path, text, encoding):
+        written.append(text)
+        if len(written) == 1:  # what another thread does while the first one writes the empty file
+            debug.count_shape(None, "folder")
+
+    monkeypatch.setattr(debug, "Finalize", lambda of, function, exitpriority: finalizers.insert(0, function))
+    monkeypatch.setattr(debug, "_words", lambda call: None)
+    monkeypatch.setattr(Path, "write_text", write)
+    debug.count_shape(None, "folder")
+    for function in finalizers:  # the last one that was registered runs first
+        function()
+    assert json.loads(written[-1]) == {debug.LEFT_OUT: 2}
