@@ -57,10 +57,14 @@ def check_paths(config: pytest.Config) -> None:
     here, words = config.invocation_params.dir, list(map(str, config.invocation_params.args))
     if config.rootpath == here or (config.inipath is not None and config.rootpath in here.parents):
         return
+    if config.option.rootdir:  # chosen by the user
+        return
     ignored = next((name for name in SETTINGS if (here / name).is_file()), None)
     for option, value in zip(words, words[1:], strict=False):
         ours = option.startswith(("--nsa-", "--benchmark-")) and option != STORAGE and "=" not in option
-        if ignored and ours and value not in config.args and (here / value).exists():
+        path = Path(os.path.abspath(here / value))
+        chosen = config.rootpath in (path, *path.parents)  # else another path of tests, or -c, chose the rootdir
+        if ignored and ours and chosen and value not in config.args and path.exists():
             raise pytest.UsageError(
                 f"{option} {value}: pytest takes {value} for a path of tests, and so does not read {here / ignored}: "
                 f"write {option}={value}"

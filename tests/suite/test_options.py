@@ -62,6 +62,25 @@ def test_a_number_too_small_is_refused(name):
     check(**{name: least})
 
 
+@pytest.mark.parametrize(("words", "rootdir", "root", "ini"), [
+    ("--nsa-csv out.csv", "elsewhere", "elsewhere", None),
+    ("--nsa-csv out.csv", "..", "..", None),
+    ("-c elsewhere/pytest.ini --nsa-csv out.csv", None, "elsewhere", "elsewhere/pytest.ini"),
+    ("elsewhere --nsa-csv out.csv", None, "elsewhere", "elsewhere/pytest.ini"),
+], ids=["rootdir", "rootdir above", "ini", "tests elsewhere"])  # fmt: skip
+def test_a_value_that_did_not_choose_the_rootdir_is_not_refused(tmp_path, words, rootdir, root, ini):
+    """`--rootdir`, `-c` or a path of tests chose it."""
+    write(tmp_path, dict.fromkeys(("conftest.py", "out.csv", "elsewhere/pytest.ini"), ""))
+    config = SimpleNamespace(
+        option=SimpleNamespace(rootdir=rootdir), rootpath=(tmp_path / root).resolve(), inipath=ini and tmp_path / ini,
+        invocation_params=SimpleNamespace(dir=tmp_path, args=words.split()), args=["elsewhere"],
+    )  # fmt: skip
+    refusals.check_paths(config)
+    config.rootpath, config.inipath, config.option.rootdir = tmp_path.parent, None, None
+    with pytest.raises(pytest.UsageError, match="write --nsa-csv=out.csv$"):
+        refusals.check_paths(config)
+
+
 # --- which benchmarks a command selects: those that take minutes run where they are named -----------------------------
 
 LENGTHY = ("test_regret", "test_threshold", "test_training")  # files, and the tests in them that take minutes
