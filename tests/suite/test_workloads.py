@@ -209,6 +209,9 @@ WRONG = [  # what is replaced, by what, the line, and what is said
     ("queries: 2", "queries: 2026-02-31", 7, "expected a valid value: day is out of range"),
     ("queries: 2", "queries: &a [*a]", 7, "expected a valid value: found unconstructable recursive node"),
     ("queries: 2", "queries: !!python/object:x.y 2", 7, "expected a valid value: could not determine"),
+    ("queries: 2", "queries: !!int ''", 7, "expected a valid value: string index out of range"),
+    ("pages: true", "pages: !!bool x", 5, "expected a valid value: 'x'"),
+    ("source: a test", "source: !!timestamp x", 1, "expected a valid value: "),
     ("shapes:", "shapes: []\nmore:", 7, "more: expected a key of a workload"),
 ]  # fmt: skip
 

@@ -173,7 +173,8 @@ def _value(path: Path, node: Any) -> Any:
         return None
     try:
         return yaml.SafeLoader("").construct_object(node, deep=True)
-    except (yaml.YAMLError, ValueError) as error:  # of a date such as 2026-02-31, or of a list that is part of itself
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
+        # A date such as 2026-02-31, a list that is part of itself, or a tag of another text, such as `!!bool x`.
         text = f"{path}, line {node.start_mark.line + 1}: expected a valid value: {' '.join(str(error).split())}"
         raise ValueError(text) from error
 
