@@ -42,7 +42,7 @@ def test_doctor_says_what_is_here_and_what_is_next():
     """Hardly later than torch is imported: it imports this package and YAML, no Triton, and starts no process."""
     program = BESIDE_TORCH.format(events=("subprocess.Popen", "os.fork", "os.posix_spawn"))
     how = {"env": bare(NSA_FORCE_PARITY="1"), "capture_output": True, "text": True, "check": False}
-    done = subprocess.run([sys.executable, "-c", program], **how)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, **how)
     assert done.returncode == 0
     names = [name for name in done.stderr.split() if "cython" not in name]  # what PyYAML's C loader brings
     assert names == ["nsa", "yaml"]
@@ -236,8 +236,7 @@ def test_doctor_names_commands_that_can_be_typed(gpu, monkeypatch, tmp_path, ins
     """An installed package has no tests to run, and in another folder pytest finds none."""
     monkeypatch.setattr(doctor, "_version", lambda package: torch.__version__ if package == "torch" else "3.6.0")
     assert nsa.__main__.main(["calibrate"]) == 0
-    if installed:
-        monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path if installed else ROOT)
     assert ("pytest" in doctor.report()[-1]) != installed
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert ("pytest" in doctor.report()[-1]) != installed
