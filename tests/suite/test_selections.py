@@ -191,8 +191,8 @@ from nsa.testing.matrix.selecting import as_request
 SMALL = dict(scores=("max",), layouts=("batch", "pages"), dtypes=("fp32",))
 
 @selector(**SMALL)
-def right(q, k, **how):
-    return nsa.select_blocks(q, k, **how, backend="torch")
+def right(q, k, cache_seqlens, block_table, **how):
+    return nsa.select_blocks(q, k, cache_seqlens=cache_seqlens, block_table=block_table, **how, backend="torch")
 
 @selector(**SMALL)
 def without_tails(q, k, **how):
@@ -292,6 +292,7 @@ def judged(contest, tmp_path):
 
 
 def test_a_right_selector_and_that_of_the_page_are_proved(judged):
+    """One names arguments that only calls over a cache have, and takes any others."""
     done = judged("right", "choose")
     said = " ".join(done.stdout.split())
     assert "my_selectors:right, parity: right on 60 cases; does not promise: score relu; score softmax" in said, said

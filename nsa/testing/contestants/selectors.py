@@ -121,10 +121,10 @@ def of_function(name: str, f: Callable[..., Any], contract: Selects) -> Contesta
     """A contestant from a selector."""
     parameters = inspect.signature(f).parameters
     every = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    absent = dict.fromkeys(word for word in ABSENT if word in parameters)
 
     def selects(q: Tensor, k: Tensor, **how: Any) -> Any:
-        given = dict.fromkeys(ABSENT) | how if not every else how
-        return f(q, k, **{word: x for word, x in given.items() if every or word in parameters})
+        return f(q, k, **absent | {word: x for word, x in how.items() if every or word in parameters})
 
     def call(*_: Any) -> Any:
         raise NotImplementedError("a selector does not attend")
