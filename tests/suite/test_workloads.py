@@ -206,6 +206,7 @@ WRONG = [  # what is replaced, by what, the line, and what is said
     ("  plain: {}\n  pages: {pages: true, shared: 0.9}", "  {}", 4, "variants: expected names of letters, digits"),
     ("weight: 3", "weight: .inf", 7, "weight: expected a number from 0 to 2^31, got inf"),
     ("queries: 2", "queries: 99999999999999999999", 7, "queries: expected a whole number from 1 to 2^31"),
+    ("blocks: 3", "blocks: 9999999999", 2, "blocks: expected a whole number from 2 to 2^31, got 9999999999"),
     ("queries: 2", "queries: 2026-02-31", 7, "expected a valid value: day is out of range"),
     ("queries: 2", "queries: &a [*a]", 7, "expected a valid value: found unconstructable recursive node"),
     ("queries: 2", "queries: !!python/object:x.y 2", 7, "expected a valid value: could not determine"),

@@ -62,7 +62,7 @@ LENGTHS = Word("a whole number from 1 to 2^31, or a list of them", _lengths)
 WORDS = {
     "queries": LENGTHS, "keys": LENGTHS._replace(default=None), "batch": COUNT._replace(default=1),
     "HQ": COUNT, "HKV": COUNT, "D": COUNT, "Dv": COUNT._replace(default=None), "block_size": COUNT,
-    "blocks": Word("a whole number above 1", lambda x: _whole(x) and x > 1),
+    "blocks": Word("a whole number from 2 to 2^31", lambda x: _whole(x) and x > 1),
     "shared": Word("a number from 0 to 1", lambda x: _number(x) and x <= 1, 0),
     "dtype": Word("bf16 or fp16", lambda x: x in ("bf16", "fp16"), "bf16"),
     "pages": Word("true or false", _flag, False), "fp8": Word("true or false", _flag, False),
