@@ -10,8 +10,8 @@ INT32_MAX = 2**31 - 1
 MOST_HEADS = 65_535  # KV heads, where they are the second or third axis of a CUDA grid
 
 MOST_END = INT32_MAX - 128
-"""Where the last block of a sequence may end, whose keys kernels count in int32, also those past the last key. A tile
-may reach past its end."""
+"""The largest end of a sequence's last block. Kernels count the keys of that block in int32, also those past the
+sequence's last key. The 128 keys that are left are for a tile that reaches past the block's end."""
 
 SPAN_BUCKETS = (8, 16, 64)
 """How many spans a program may hold in registers. Rows with more than 64 are read in chunks of 64."""
