@@ -10,7 +10,7 @@ from nsa.kernels.key_major import tiles
 from nsa.kernels.query_major.family import FAMILY as QUERY_MAJOR
 from nsa.kernels.shared.family import Family
 from nsa.kernels.shared.shape import Shape, has_steps
-from nsa.kernels.shared.sizes import MOST_HEADS
+from nsa.kernels.shared.sizes import MOST_HEADS, MOST_KEYS
 
 
 class KeyMajor(Family):
@@ -32,7 +32,7 @@ def can_number(call: Call, shape: Shape) -> bool:
     """Whether key-major's kernels can number the blocks of a call, and list those of a row, so that `auto` may choose
     them.
     """
-    if call.block_size is None or shape.S_kv > tiles.MOST_KEYS or shape.HKV > MOST_HEADS:
+    if call.block_size is None or shape.S_kv > MOST_KEYS or shape.HKV > MOST_HEADS:
         return False
     sequences = max(shape.B, 1)
     keys = shape.S_kv // sequences if shape.packed else shape.S_kv  # of a sequence; of a packed one the mean

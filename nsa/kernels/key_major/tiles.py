@@ -9,7 +9,7 @@ from typing import NamedTuple
 from nsa.kernels.shared import sizes
 from nsa.kernels.shared.device import SHARED_BYTES
 from nsa.kernels.shared.errors import DoesNotFit
-from nsa.kernels.shared.sizes import MOST_HEADS, next_power_of_2, padded
+from nsa.kernels.shared.sizes import MOST_HEADS, MOST_KEYS, next_power_of_2, padded
 
 GRID = 64
 """Keys of a block into which ranges are cut."""
@@ -31,7 +31,6 @@ COUNT_BYTES = 16 << 20
 """Limit of the counters of blocks, two ints each, of all windows of a pass. One window may take more."""
 
 MOST_COUNT_BYTES = 1 << 30
-MOST_KEYS = 2**31 - 1 - 256  # of a sequence: a tile that begins at the last key ends within int32
 
 MAX_SLOTS = 64
 """Blocks of a row that routing gives to key-major. With at most 64, windows have thousands of tokens."""

@@ -9,6 +9,8 @@ INT32_MAX = 2**31 - 1
 
 MOST_HEADS = 65_535  # KV heads, where they are the second or third axis of a CUDA grid
 
+MOST_KEYS = INT32_MAX - 256  # of a sequence: a tile that begins at the last key ends within int32
+
 MOST_END = INT32_MAX - 128
 """The largest end of a sequence's last block. Kernels count the keys of that block in int32, also those past the
 sequence's last key. The 128 keys that are left are for a tile that reaches past the block's end."""

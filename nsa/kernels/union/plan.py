@@ -20,7 +20,7 @@ from nsa.kernels.shared.errors import DoesNotFit
 from nsa.kernels.shared.family import Exact
 from nsa.kernels.shared.launch import TMA, Size, Variant, remembered
 from nsa.kernels.shared.shape import Shape, prepared
-from nsa.kernels.shared.sizes import ALWAYS, INT32_MAX, Worth, tiles_at_once
+from nsa.kernels.shared.sizes import ALWAYS, INT32_MAX, MOST_END, MOST_KEYS, Worth, tiles_at_once
 from nsa.kernels.union import kernel as union_kernels
 from nsa.kernels.union import tiles
 
@@ -73,10 +73,13 @@ def plan(call: Call, shape: Shape, rest: Any) -> Launch:
         tile: tiles.Tile | None = tiles.Tile(*pin.tile)
     else:
         tile = tiles.select(capability, dtype.itemsize, g.G, g.D, g.Dv, g.n, block_size, pin)
-    if tile is None or not tiles.fits(g.S_kv, block_size):
+    if tile is None:
         heads = "at most 32 query heads a KV head (16 with wide head dims, 8 in fp32)"
         blocks = f"1 to {tiles.MOST_ENTRIES // 2} blocks a row"
-        raise DoesNotFit(f"union: expected {heads}, {blocks}, got {g.G} heads and {g.n} blocks, over {g.S_kv} keys")
+        raise DoesNotFit(f"union: expected {heads}, {blocks}, got {g.G} heads and {g.n} blocks")
+    if not tiles.fits(g.S_kv, block_size):
+        most = f"at most {MOST_KEYS} keys in {tiles.MOST_BLOCKS} blocks that end at {MOST_END} or before"
+        raise DoesNotFit(f"union: expected {most}, got {g.S_kv} keys in blocks of {block_size}")
     pins = {"union": Exact(tuple(tile)), **rest.pins}
     tiled = block_size % tile.BLOCK_N == 0
     size = min(block_size, -(-max(g.S_kv, 1) // tile.BLOCK_N) * tile.BLOCK_N)  # no tiles past the last key

@@ -84,4 +84,4 @@ def worth(size: int) -> Worth:
 def fits(S_kv: int, size: int) -> bool:
     """Whether the kernels can number the blocks of a sequence, and their keys."""
     end = sizes.end_of_blocks(S_kv, min(size, max(S_kv, 1)))
-    return -(-S_kv // size) <= MOST_BLOCKS and S_kv <= 2**31 - 1 - 256 and end <= sizes.MOST_END
+    return -(-S_kv // size) <= MOST_BLOCKS and S_kv <= sizes.MOST_KEYS and end <= sizes.MOST_END

@@ -103,6 +103,18 @@ class Contract:
         if packed and len(self.takes) > 1:
             raise ValueError(f"takes: expected rows or varlen alone, got {self.takes!r}: write an adapter for each")
 
+    @property
+    def needed(self) -> list[tuple[str, bool]]:
+        """Arguments of a call, each with whether the contract promises something that takes it."""
+        packed = bool({"rows", "varlen"} & set(self.takes))
+        of_source = {"ranges": "ranges", "blocks": "block_indices", "varlen": "cu_seqlens"}
+        return [(of_source[source], True) for source in self.takes if source in of_source] + [
+            ("causal", len(self.causal) > 1 and not packed), ("cu_seqlens", self.sequences and not packed),
+            ("q_positions", self.positions and not packed), ("cache_seqlens", bool(self.caches)),
+            ("block_table", "pages" in self.caches), ("cu_seqlens_q", self.ragged),
+            ("k_scale", self.fp8), ("v_scale", self.fp8), ("scale", "default scale" not in self.needs),
+        ]  # fmt: skip
+
     def refuses(self, case: Case) -> str | None:
         """Why the contract excludes a case; None if it does not."""
         sizes = (

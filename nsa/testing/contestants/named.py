@@ -7,7 +7,7 @@ import importlib
 import inspect
 import math
 import os.path
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -57,7 +57,7 @@ def load(spec: str) -> Contestant:
     found = getattr(imported, name)
     if isinstance(found, Declared) and isinstance(found.contract, selectors.Selects):
         passed = _named(spec, found.function, selectors.ARGUMENTS, "q, k")
-        _check(spec, found.function, found.contract.needed, passed, "selector")
+        _check(spec, found.function, found.contract, passed)
         return selectors.of_function(spec, found.function, found.contract)
     if isinstance(found, Declared):
         return of_function(spec, found.function, found.contract, declared=True)
@@ -107,7 +107,7 @@ def of_function(name: str, f: Callable[..., Any], contract: Contract, declared: 
     """
     known = [word for source in contract.takes for word in ARGUMENTS[source]]
     passed = _named(name, f, [*known, *(OF_CACHES if contract.caches else ())])
-    _check(name, f, _needed(contract), passed, "contestant")
+    _check(name, f, contract, passed)
     pair = bool(contract.lse) and "return_lse" not in passed  # the function always returns (O, LSE)
 
     def call(p: Problem, return_lse: bool, out: Tensor | None) -> Any:
@@ -174,29 +174,10 @@ def _named(name: str, f: Callable[..., Any], words: Any, tensors: str = "q, k, v
     return frozenset(found)
 
 
-def _needed(contract: Contract) -> Iterator[tuple[str, bool]]:
-    """Arguments of a call, each with whether the contract promises something that takes it."""
-    packed = bool({"rows", "varlen"} & set(contract.takes))
-    of_source = {"ranges": "ranges", "blocks": "block_indices", "varlen": "cu_seqlens"}
-    yield from ((of_source[source], True) for source in contract.takes if source in of_source)
-    yield "causal", len(contract.causal) > 1 and not packed
-    yield "cu_seqlens", contract.sequences and not packed
-    yield "q_positions", contract.positions and not packed
-    yield "cache_seqlens", bool(contract.caches)
-    yield "block_table", "pages" in contract.caches
-    yield "cu_seqlens_q", contract.ragged
-    yield from (("k_scale", contract.fp8), ("v_scale", contract.fp8))
-    yield "scale", "default scale" not in contract.needs
-
-
-def _check(
-    name: str, f: Callable[..., Any], needed: Iterable[tuple[str, bool]], passed: frozenset[str], declared: str
-) -> None:
-    """Raises ValueError if a contract promises something for which the signature has no argument.
-
-    declared: the decorator of `nsa.testing` with which the contract is declared.
-    """
-    if missing := [word for word, promised in needed if promised and word not in passed]:
+def _check(name: str, f: Callable[..., Any], contract: Contract, passed: frozenset[str]) -> None:
+    """Raises ValueError if a contract promises something for which the signature has no argument."""
+    if missing := [word for word, promised in contract.needed if promised and word not in passed]:
+        declared = "selector" if isinstance(contract, selectors.Selects) else "contestant"
         raise ValueError(
             f"--nsa-impl {name}: the contract needs an argument {' and '.join(map(repr, missing))}\n"
             f"its signature is {inspect.signature(f)}: name the argument, or promise less (nsa.testing.{declared})"

@@ -61,7 +61,6 @@ class Selects(Contract):
 
     @property
     def needed(self) -> list[tuple[str, bool]]:
-        """Arguments of a call, each with whether the contract promises something that takes it."""
         caches = bool({"cache", "pages", "ragged"} & set(self.layouts))
         return [
             ("n", True), ("block_size", len(self.sizes) * len(self.strides) != 1), ("stride", len(self.strides) != 1),

@@ -367,8 +367,17 @@ def test_keys_of_all_blocks_are_counted_in_int32():
 @forward
 def test_a_group_that_no_tile_holds_twice_is_told_what_fits(device, way):
     q, k = (torch.zeros(1, 4, heads, 16, device=device) for heads in (16, 1))
-    with pytest.raises(DoesNotFit, match="at most 32 query heads .*, got 16 heads and 2 blocks, over 4 keys"):
+    with pytest.raises(DoesNotFit, match="at most 32 query heads .*, got 16 heads and 2 blocks$"):
         nsa.selection_attention(q, k, k, **blocks_of(device, *[[0, 1]] * 4), **UNION)
+
+
+@pytest.mark.parametrize("way", [ByRow], ids=["by_row"], indirect=True)
+def test_keys_that_are_not_counted_are_told(device, way):
+    q, k = (torch.zeros(1, 4, heads, 16, device=device).half() for heads in (4, 1))
+    k = k[:, :1].expand(1, 2**31 - 400, 1, 16)
+    said = "union: expected at most 2147483391 keys .*, got 2147483248 keys in blocks of 1073741825$"
+    with pytest.raises(DoesNotFit, match=said):
+        nsa.selection_attention(q, k, k, **blocks_of(device, *[[0, 1]] * 4) | {"block_size": 2**30 + 1}, **UNION)
 
 
 @forward
