@@ -1,6 +1,7 @@
 """The shapes of MiniMax-M3 and QSA in the perf lane: what is timed there, and what comparators are given."""
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,8 +26,9 @@ SMALL = {"step": Shape(STEP), "chunk": Shape(CHUNK), "ragged": Shape(RAGGED), "f
 
 
 @pytest.fixture
-def vllm(importable):
+def vllm(importable, monkeypatch):
     """vLLM's two functions in plain torch: their arguments and layouts, and which blocks they read."""
+    monkeypatch.setattr(peers, "VLLM_BLOCK", 16)  # the blocks of `SMALL`; these functions take any
 
     def attend(position, sequence, q, kv_cache, topk_idx, block_table, num_kv_heads, sm_scale, output, scales):
         D, G = q.shape[-1], q.shape[1] // num_kv_heads
@@ -142,6 +144,12 @@ def test_what_is_timed():
     }
     assert {name for name, c in cases.items() if c.shared} == {name for name in cases if name.endswith("shared0.9")}
     assert all(peers.vllm_supports(c) is None for c in cases.values())
+
+
+def test_vllm_takes_blocks_of_128_alone():
+    """Its kernels have no argument for the size, so that other sizes would be timed as wrong, not left out."""
+    case = m3.NAMED["m3-chunk512"].case
+    assert peers.vllm_supports(replace(case, block_size=64)) == "takes blocks of 128 keys, got 64"
 
 
 @pytest.mark.parametrize("name", ["step", "fp8"])

@@ -13,7 +13,7 @@ from torch import Tensor
 from nsa.selecting.request import Request
 from nsa.testing.clock.timing import Fn
 from nsa.testing.contestants.contract import Contestant
-from nsa.testing.contestants.peers import functions, this_version
+from nsa.testing.contestants.peers import VLLM_BLOCK, functions, this_version
 from nsa.testing.matrix.selecting import as_request, positions, seen
 
 DENSE_SCORES = 2**28  # that stand in memory at a time in `dense`
@@ -138,6 +138,6 @@ def vllm() -> list[Comparator]:
         return _sorted(torch.where(blocks < 0, r.rows, blocks), r.rows)
 
     def takes(r: Request) -> bool:
-        return r.score == "max" and r.page == r.block_size == 128 and r.G == r.HK == 1
+        return r.score == "max" and r.page == r.block_size == VLLM_BLOCK and r.G == r.HK == 1
 
     return [Comparator("vllm", prepare, tidy, takes)]

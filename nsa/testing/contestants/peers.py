@@ -29,6 +29,7 @@ XUNHAO = "native_sparse_attention.ops"
 VLLM = "vllm.models.minimax_m3.common.ops.sparse_attn"
 ORDERED = Contract(takes=("blocks",), needs=("sorted", "padding last"))
 QSA = "vllm.models.qwen4_exp.nvidia.ops.qsa"
+VLLM_BLOCK = 128  # keys of a block and of a page: its kernels for MiniMax-M3 have no argument for them
 VLLM_STEP = 16  # queries of a sequence, up to which a call counts as a decode or speculative step
 # Errors of importing a peer that does not fit this torch or Triton. Such a peer counts as not installed.
 UNUSABLE: tuple[type[BaseException], ...] = (*caught(), AttributeError, TypeError)
@@ -163,6 +164,8 @@ def vllm_supports(case: Case) -> str | None:
     """Why vLLM's kernels do not take a case; None if they do. They read as many blocks as lie before the query."""
     if case.source != "blocks" or case.dist not in ("decode", "prefill") or case.positions or not case.causal:
         return "takes causal blocks, the own block among them"
+    if case.block_size != VLLM_BLOCK:
+        return f"takes blocks of {VLLM_BLOCK} keys, got {case.block_size}"
     return None if case.D == case.Dv else f"takes Dv = D, got {case.D} and {case.Dv}"
 
 
