@@ -18,8 +18,9 @@ import torch
 import nsa
 from nsa import failures, gpu, routing, schedules, settings
 from nsa.call import Call
-from nsa.gpu import Gpu, Threshold, Tiles
+from nsa.gpu import Gpu, Threshold
 from nsa.guard import memory
+from nsa.kernels.shared import device as device_facts
 from nsa.kernels.shared import passed, sources
 
 HQ, HKV, D, SLOTS, BLOCK = 64, 4, 128, 16, 64
@@ -68,7 +69,7 @@ def report() -> list[str]:
         here = "pytest -m parity -n auto" if checkout else "python -m nsa, on a machine with an NVIDIA GPU"
         return [*lines, "threshold  none applies: packed SDPA serves every call", f"next       {here}"]
     measurements, explicit = gpu.measured(names[0]), current.sel_triton_min_L
-    lines += [f"schedules  {schedules.describe(names[0])}", f"tiles      {_tiles(measurements.tiles)}"]
+    lines += [f"schedules  {schedules.describe(names[0])}", f"tiles      {_tiles(device_facts.chip(device), names[0])}"]
     if explicit is not None:
         lines.append(f"threshold  sel_triton_min_L = {explicit}, set by {origins['sel_triton_min_L']}")
     if measurements.threshold or explicit is None:
@@ -159,11 +160,13 @@ def _threshold(threshold: Threshold | None) -> list[str]:
     return [first, *(f"  {key:18} {text}" for key, text in threshold.provenance.items())]
 
 
-def _tiles(tiles: Tiles | None) -> str:
+def _tiles(chip: device_facts.Chip, name: str) -> str:
+    tiles = gpu.tiles_for(name, chip.capability, chip.processors)
     if tiles is None:
         return "by rules: this GPU was not swept"
     shapes = sum(len(points) for points in tiles.query_major.values())
-    return f"of {shapes} shapes, swept {max(sweep['date'] for sweep in tiles.provenance)}, {tiles.path}"
+    by = "" if gpu.measured(name).tiles else f" on {gpu.STAND_IN}, not on this GPU,"
+    return f"of {shapes} shapes, swept{by} {max(sweep['date'] for sweep in tiles.provenance)}, {tiles.path}"
 
 
 def _stale(measurements: Gpu) -> str | None:

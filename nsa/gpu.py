@@ -7,7 +7,8 @@
 - `tiles`: tile sizes and splits, by kernel family.
 
 A section of the user's own file, `$XDG_CONFIG_HOME/nsa/gpus/<slug>.yaml`, replaces the packaged section. A section that
-is in neither file is None, and defaults apply instead. The files are read at the first call on a GPU of that model.
+is in neither file is None, and the stand-in's or defaults apply instead. The files are read at the first call on a GPU
+of that model.
 """
 
 from __future__ import annotations
@@ -30,6 +31,13 @@ logger = logging.getLogger("nsa")
 DEFAULT_MIN_L = 2048  # keys; used on unmeasured GPUs. Cautious, because the threshold of an H100 is 16 keys
 TRITON_OFF = sys.maxsize  # keys; the threshold of a GPU on which Triton was never faster, because no row is that long
 SDPA_LAYOUTS = ("heads_as_queries", "expanded", "enable_gqa")
+
+STAND_IN = "NVIDIA H100 80GB HBM3"
+"""The GPU whose costs and tiles are used on GPUs without their own. They change the speed of a call, and its result
+only by rounding. Its tiles are used on GPUs with as many multiprocessors of the same architecture, such as an H200."""
+
+STAND_IN_CHIP = 90, 132
+"""The stand-in's compute capability, times ten, and multiprocessors."""
 
 PACKAGED = Path(__file__).parent / "configs" / "gpus"
 """The folder of the measurements in the package. `--nsa-update-thresholds` and similar options write there."""
@@ -103,6 +111,14 @@ def measured(device_name: str) -> Gpu:
         return mine
     packaged = read(PACKAGED / name)
     return Gpu(mine.threshold or packaged.threshold, mine.costs or packaged.costs, mine.tiles or packaged.tiles)
+
+
+def tiles_for(device_name: str, capability: int, processors: int) -> Tiles | None:
+    """The tiles of a GPU model, else the stand-in's if the chip is like it, else None. Raises ValueError as `read`."""
+    swept = measured(device_name).tiles
+    if swept is None and (capability, processors) == STAND_IN_CHIP:
+        return measured(STAND_IN).tiles
+    return swept
 
 
 @functools.cache

@@ -18,10 +18,6 @@ from nsa.kernels.shared import device
 from nsa.kernels.shared.shape import E4M3, Shape, has_steps
 from nsa.work import KEY_MAJOR, PROCESSORS, QUERY_MAJOR, REST, UNION, Job, capability_of, work
 
-STAND_IN = "NVIDIA H100 80GB HBM3"
-"""The GPU whose costs are used on a GPU without costs of its own. A schedule changes the speed of a call, and its
-result only by rounding."""
-
 MARGIN = 1.03
 """How many times as fast as query-major another schedule must be, because query-major takes the least host time."""
 
@@ -169,7 +165,7 @@ def describe(device_name: str) -> str:
 
 def measured(device_name: str) -> gpu.Costs | None:
     """The costs of this GPU model, else those of the stand-in, else None. Raises ValueError as :func:`why`."""
-    return gpu.measured(device_name).costs or gpu.measured(STAND_IN).costs
+    return gpu.measured(device_name).costs or gpu.measured(gpu.STAND_IN).costs
 
 
 def _own(costs: gpu.Costs, device_name: str) -> bool:

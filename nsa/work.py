@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from nsa import gpu
 from nsa.kernels.key_major import tiles as key_tiles
 from nsa.kernels.query_major import tiles as query_tiles
 from nsa.kernels.shared import sizes
@@ -21,7 +22,8 @@ SCHEDULES = QUERY_MAJOR, KEY_MAJOR, UNION = "query_major", "key_major", "union"
 REST = "rest"
 """A term of union's costs: the share of rows without a union, times the time of the schedule that serves these."""
 
-CAPABILITY, PROCESSORS, LARGEST_CLUSTER = 90, 132, 16  # of an H100
+CAPABILITY, PROCESSORS = gpu.STAND_IN_CHIP
+LARGEST_CLUSTER = 16  # of an H100
 PLACES = 2  # of a sequence's queries, at which a union is estimated
 
 

@@ -113,11 +113,11 @@ checkout = sys.argv.pop(1)
 sys.path[:] = [entry for entry in sys.path if entry != checkout]
 sys.meta_path[:] = [f for f in sys.meta_path if not getattr(f, "__module__", "").startswith("__editable__")]
 import torch, nsa
-from nsa import gpu, schedules
+from nsa import gpu
 from nsa.kernels.shared import passed, sources
 from nsa.testing.compile import budgets
 found = {
-    "measured": sorted({str(getattr(gpu.measured(schedules.STAND_IN), name).path) for name in gpu.SECTIONS}),
+    "measured": sorted({str(getattr(gpu.measured(gpu.STAND_IN), name).path) for name in gpu.SECTIONS}),
     "passed": sorted(map(list, passed.passed_pairs())), "sources": sources.kernel_sources(),
     "templates": str(budgets.PACKAGE / "testing" / "report" / "templates"),
 }

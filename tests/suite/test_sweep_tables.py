@@ -112,8 +112,8 @@ def test_the_nearest_measured_shape_decides(table):
     path = table([(False, 128, 128, 8, 64, 256, near), (False, 128, 128, 8, 1024, 1024, far)])
     assert path.name == "nvidia-h100-80gb-hbm3.yaml"
 
-    def found(rows, bound, one_span=False, D=100, G=8, itemsize=2, name=H100):
-        return tiles.measured(name, itemsize, G, D, 128, bound, one_span, rows, 264)
+    def found(rows, bound, one_span=False, D=100, G=8, itemsize=2, name=H100, chip=(90, 132)):
+        return tiles.measured(name, *chip, itemsize, G, D, 128, bound, one_span, rows)
 
     assert found(64, 256) == found(80, 200) == near
     assert found(None, 256) == far  # a full launch: only what was measured on one
@@ -125,7 +125,7 @@ def test_the_nearest_measured_shape_decides(table):
     assert found(64, 256, D=64) is None
     assert found(64, 256, G=64) is None
     assert found(64, 256, itemsize=4) is None
-    assert found(64, 256, name="NVIDIA A100") is found(64, 256, name=None) is None
+    assert found(64, 256, name="NVIDIA A100", chip=(80, 108)) is found(64, 256, name=None) is None
 
 
 def test_a_tile_of_the_table_is_used_and_cut_to_shared_memory(table):
@@ -153,7 +153,7 @@ def test_committed_tables_are_whole():
     swept = [path.stem for path in gpu.PACKAGED.glob("*.yaml") if gpu.read(path).tiles is not None]
     assert swept
     for name in swept:
-        tables = tiles.table(name)
+        tables = tiles.table(name, 90, 132)
         assert sum(map(len, tables.values())) >= len(sweep.cases())
         assert all(isinstance(p, Point) for points in tables.values() for p in points)
 
@@ -207,7 +207,7 @@ def test_a_partial_sweep_keeps_the_other_shapes(table):
     old, new = Choice(2, 1, 32, 2, 3), Choice(1, 1, 64, 4, 2)
     table([(False, 128, 128, 8, 64, 256, old), (False, 128, 128, 8, 1024, 1024, old)])
     table([(False, 128, 128, 8, 64, 256, new)])
-    found = tiles.table(H100)[False, 128, 128]
+    found = tiles.table(H100, 90, 132)[False, 128, 128]
     assert found == {Point(8, 64, 256): new, Point(8, 1024, 1024): old}
 
 

@@ -1,9 +1,9 @@
 """Tile sizes and splits: pure functions of what the host knows of a call. Imports no Triton.
 
 A pin decides first (`nsa.kernels.pinned`). A GPU that was swept (`pytest -m perf --nsa-sweep`) has a table in its file
-(`nsa/gpu.py`), whose nearest measured shape decides next. Rules decide on all other GPUs, and on every GPU for many
-rows over blocks and for rows over blocks of 16 or 32 keys. Their numbers come from an H100 and from the shared memory
-of each architecture.
+(`nsa/gpu.py`), whose nearest measured shape decides next; an H200 uses the H100's. Rules decide on all other GPUs, and
+on every GPU for many rows over blocks and for rows over blocks of 16 or 32 keys. Their numbers come from an H100 and
+from the shared memory of each architecture.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def tile_and_splits(
     if choice is None and not per_head:
         within = block if blocks and block > 32 else 0
         choice = measured(
-            name, itemsize, G, D, Dv, bound, spans == 1, None if full else rows, FULL * processors, within
+            name, capability, processors, itemsize, G, D, Dv, bound, spans == 1, None if full else rows, within
         )  # fmt: skip
     if choice is not None:
         splits, fill = min(choice.splits, MAX_SPLITS), 0
@@ -218,22 +218,22 @@ def tile_and_splits(
 
 
 def measured(
-    name: str | None, itemsize: int, G: int, D: int, Dv: int, bound: int, one_span: bool, rows: int | None, full: int,
-    within: int = 0,
+    name: str | None, capability: int, processors: int, itemsize: int, G: int, D: int, Dv: int, bound: int,
+    one_span: bool, rows: int | None, within: int = 0,
 ) -> Choice | None:  # fmt: skip
-    """The choice of the nearest shape that a sweep measured on this GPU; None if no shape is near.
+    """The choice of the nearest shape of the GPU's table; None if no shape is near.
 
     Args:
-        rows: None: the nearest shape among those of at least ``full`` rows.
+        rows: None: the nearest shape among those of at least :data:`FULL` rows per multiprocessor.
         within: None, too, if the nearest shape's tile is longer than so many keys of a block, because it looks up each
             key. 0: any tile.
     """
     if name is None or itemsize != 2 or G > MAX_HEADS or bound == 0 or rows == 0:
         return None
-    points = table(name).get((one_span, padded(D), padded(Dv)), {})
+    points = table(name, capability, processors).get((one_span, padded(D), padded(Dv)), {})
     near = [p for p in points if bound <= 2 * p.L and padded(p.G) == padded(G)]
     if rows is None:
-        near = [p for p in near if p.rows >= full and points[p].splits == 1]
+        near = [p for p in near if p.rows >= FULL * processors and points[p].splits == 1]
     else:
         near = [p for p in near if p.rows <= 2 * rows]
     if not near:
@@ -251,9 +251,9 @@ def measured(
     return chosen if fits and (alike or chosen.splits == 1) else None
 
 
-def table(name: str) -> Mapping[gpu.Bucket, Mapping[Point, Choice]]:
-    """The best choices of a GPU by (one span, BLOCK_D, BLOCK_DV); empty if the GPU was not swept."""
-    swept = gpu.measured(name).tiles
+def table(name: str, capability: int, processors: int) -> Mapping[gpu.Bucket, Mapping[Point, Choice]]:
+    """The best choices of a GPU by (one span, BLOCK_D, BLOCK_DV); empty if neither it nor a chip like it was swept."""
+    swept = gpu.tiles_for(name, capability, processors)
     return {} if swept is None else swept.query_major
 
 

@@ -124,17 +124,18 @@ def _of_table(architecture: Architecture) -> list[Point]:
     if architecture.gpu is None:
         return []
     known = set()
+    swept = architecture.gpu, architecture.capability, architecture.processors
     for p in POINTS:
         spans = p.source in ("ranges", "blocks")
         rows, full = p.rows * p.HKV, query_tiles.FULL * architecture.processors
         itemsize = 4 if p.dtype == "fp32" else 2
         choice = query_tiles.measured(
-            architecture.gpu, itemsize, p.G, p.D, p.Dv, p.L, not spans, rows if rows < full else None, full
+            *swept, itemsize, p.G, p.D, p.Dv, p.L, not spans, rows if rows < full else None
         )
         if p.choice is None and choice is not None:
             known.add((not spans, p.D, p.Dv, choice[2:5]))
     shapes: dict[object, list[Point]] = {}
-    for (one_span, D, Dv), measured in query_tiles.table(architecture.gpu).items():
+    for (one_span, D, Dv), measured in query_tiles.table(*swept).items():
         for shape, choice in measured.items():
             source, n = ("dense", 1) if one_span else ("ranges", 8)
             point = Point.of(f"{source}-bf16-G{shape.G}-D{D}-Dv{Dv}-N{shape.rows}-L{shape.L}-n{n}")

@@ -21,10 +21,10 @@ INTEGER = "expected a non-negative integer, null or off"
 
 
 def writing(folder):
-    """`write(text) -> path`: this GPU's file in a folder."""
+    """`write(text) -> path`: this GPU's file in a folder, or another's."""
 
-    def write(text):
-        path = folder / "nvidia-nobody-1.yaml"
+    def write(text, name=NAME):
+        path = folder / f"{gpu.device_slug(name)}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         settings.reload()
@@ -111,7 +111,7 @@ def test_without_a_threshold_the_safe_default_serves_and_is_said_once(packaged, 
     assert said(caplog) == [("nsa", NOT_MEASURED)]
     assert gpu.measured(NAME).threshold is None
     assert schedules.measured(NAME).kinds["wide"]
-    assert tiles.table(NAME)
+    assert tiles.table(NAME, 90, 132)
 
 
 def test_without_costs_those_of_the_stand_in_serve(packaged, gpus, caplog):
@@ -150,11 +150,23 @@ def test_costs_of_another_version_are_said_and_not_read(packaged, mine, caplog, 
 def test_without_tiles_the_rules_serve(packaged, caplog):
     arguments = (90, 132, 2, 8, 128, 128, 256, 8, 64)
     packaged(THRESHOLD + COSTS)
-    assert tiles.table(NAME) == {}
+    assert tiles.table(NAME, 90, 132) == {}
     assert tiles.tile_and_splits(NAME, *arguments) == tiles.tile_and_splits(None, *arguments)
     packaged(TILES)
     assert tiles.tile_and_splits(NAME, *arguments) != tiles.tile_and_splits(None, *arguments)
     assert said(caplog) == []
+
+
+def test_a_chip_like_the_stand_in_uses_its_tiles(packaged):
+    def choices(name, capability=90, processors=132):
+        return tiles.tile_and_splits(name, capability, processors, 2, 8, 128, 128, 256, 8, 64)
+
+    packaged(TILES, gpu.STAND_IN)
+    assert choices(NAME) == choices(gpu.STAND_IN) != choices(None)
+    assert choices(NAME, processors=114) == choices(None, processors=114)
+    assert choices(NAME, capability=80) == choices(None, capability=80)
+    packaged(TILES.replace("BLOCK_L: 32", "BLOCK_L: 64"))
+    assert choices(NAME) != choices(gpu.STAND_IN), "its own come first"
 
 
 def test_without_a_file_there_is_nothing(gpus):

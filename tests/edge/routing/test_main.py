@@ -257,6 +257,12 @@ def test_doctor_says_what_nobody_measured(gpu, gpus):
     assert lines[-2] == "  not measured on this GPU: threshold and costs"
 
 
+def test_doctor_says_whose_tiles_are_used(gpu, monkeypatch):
+    name = "NVIDIA H200"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: name)
+    assert f" shapes, swept on {GPU}, not on this GPU, 20" in next(x for x in doctor.report() if x.startswith("tiles"))
+
+
 def test_calibrate_keeps_what_it_does_not_measure(gpu, gpus):
     text = (gpus / FILE).read_text()
     mine = text[text.index("\ntiles:") + 1 :].replace("us: 2.384", "us: 2.384000")

@@ -9,7 +9,7 @@ import nsa
 from nsa import routing, schedules, settings
 from nsa.call import Call
 from nsa.doctor import Shaped
-from nsa.gpu import Costs, device_slug
+from nsa.gpu import STAND_IN, Costs, device_slug
 from nsa.kernels.families import OF_SCHEDULE
 from nsa.kernels.key_major import family as key_family
 from nsa.kernels.key_major import tiles as key_tiles
@@ -133,7 +133,7 @@ def test_what_serves_the_rows_that_unions_leave(folder, query_major, key_major, 
     """Query-major, if it is expected to be clearly faster, as rows share no blocks, and fills half of the GPU."""
     of = {"query_major": query_major, "key_major": key_major}
     of = ", ".join(f"{name}: {{{costs}}}" for name, costs in of.items() if costs is not None)
-    folder(f"{{narrow: {{{of}}}}}", name=schedules.STAND_IN)
+    folder(f"{{narrow: {{{of}}}}}", name=STAND_IN)
     q = torch.zeros(1, rows, 16, 64, dtype=torch.float16)
     k = torch.zeros(1, 4096, 1, 64, dtype=torch.float16)
     blocks = torch.zeros(1, rows, 1, 16, dtype=torch.int32)
@@ -348,15 +348,15 @@ def test_no_file_means_query_major(folder, gpu):
 
 
 def test_the_stand_in_is_said(folder, gpu):
-    folder(name=schedules.STAND_IN, provenance=PROVENANCE.replace(GPU, schedules.STAND_IN))
+    folder(name=STAND_IN, provenance=PROVENANCE.replace(GPU, STAND_IN))
     plan = planned()
-    text = f"key_major is expected to be the fastest, measured on {schedules.STAND_IN} ({GPU} was not measured)"
+    text = f"key_major is expected to be the fastest, measured on {STAND_IN} ({GPU} was not measured)"
     assert (plan.route, plan.reason) == ("key_major", text)
 
 
 def test_doctor_line(folder):
     """Of the GPU's own costs, or else of the stand-in's; `test_main.py` has the line where there are none."""
-    folder(name=schedules.STAND_IN)
+    folder(name=STAND_IN)
     path = folder()
     assert schedules.describe(GPU) == f"by costs; measured 2026-12-01, s, {path}"
     path.unlink()
