@@ -100,8 +100,8 @@ def selection_attention(
             cannot run or fails. ``triton``, ``sdpa`` (packed SDPA) and ``reference`` never fall back.
         schedule: what a program of a Triton kernel computes. ``query_major``: one row with all heads of its group;
             ``per_head``: one head of a row; ``key_major``: one block of keys, for all queries that selected it;
-            ``union`` (block indices, up to 32 heads a group, 8 in fp32): a few neighbouring queries, for which the
-            program reads the union of their blocks, each block once. Queries that share too few blocks are left to
+            ``union`` (block indices, up to 32 heads a group, 8 in fp32, no fp8): a few neighbouring queries, for which
+            the program reads the union of their blocks, each block once. Queries that share too few blocks are left to
             key_major or query_major. ``small_blocks`` (blocks of at most 16 keys): one row, or a few neighbouring
             queries, with many blocks gathered at a time. ``auto`` uses small_blocks for rows of more than 64 such
             blocks, and union or key-major for prefills with block indices where measurements show that they are faster

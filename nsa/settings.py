@@ -336,7 +336,9 @@ def read_yaml(path: Path, text: str | None = None) -> dict[object, object]:
 
 @functools.cache
 def _loader(base: Any) -> Any:
-    """A loader that names the line of a value that PyYAML cannot make, as `2026-02-31`, or of a number too large."""
+    """A loader that names the line of a value that PyYAML cannot make, as `2026-02-31`, of a number too large, or of a
+    key that is given twice.
+    """
 
     class Loader(base):  # type: ignore[misc]
         def construct_object(self, node: Any, deep: bool = False) -> Any:
@@ -348,8 +350,17 @@ def _loader(base: Any) -> Any:
                     raise
                 raise ValueError(f"line {line}: expected a valid {kind}, got {node.value[:80]!r}") from error
             if isinstance(value, int) and value.bit_length() > 63:
-                raise ValueError(f"line {line}: expected an integer of at most 64 bits, got {value.bit_length()}")
+                raise ValueError(f"line {line}: expected an integer of at most 64 bits, got {node.value[:80]}")
             return value
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys: set[str] = set()
+            for key in (key for key, _ in node.value if isinstance(key.value, str)):
+                if key.value in keys:
+                    line = key.start_mark.line + 1
+                    raise ValueError(f"line {line}: {key.value}: expected each key once, got it again")
+                keys.add(key.value)
+            return super().construct_mapping(node, deep)
 
     return Loader
 

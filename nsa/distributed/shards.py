@@ -41,10 +41,12 @@ class Layout(NamedTuple):
         return max(self.lengths)
 
     def pieces(self) -> list[Piece]:
-        """All pieces in the order of the sequence, without empty ones."""
+        """All pieces in the order of the sequence, without empty ones. Raises ValueError for odd lengths in zigzag."""
         if self.order == "contiguous":
             cut = [(rank, 0, length) for rank, length in enumerate(self.lengths)]
         else:
+            if any(length % 2 for length in self.lengths):
+                raise ValueError(f"lengths: expected even numbers in zigzag order, got {self.lengths}")
             there = [(rank, 0, length // 2) for rank, length in enumerate(self.lengths)]
             back = [(rank, length // 2, length // 2) for rank, length in enumerate(self.lengths)]
             cut = there + back[::-1]

@@ -56,7 +56,7 @@ def select_blocks(
         scale: factor of the scores, only with ``softmax``; ``1 / sqrt(D)`` if None.
         q_positions: ``[B, S]`` or ``[T]`` int32 or int64: position of each query. By default the queries are the newest
             of their sequence; without ``cache_seqlens`` and with ``window > 1``, where keys do not tell the length of
-            the sequence, they are its first.
+            the sequence, they are its first. A position past the last token of its sequence counts as the last.
         cu_seqlens: ``[B + 1]`` int32 or int64, or a pair ``(cu_seqlens_q, cu_seqlens_k)``: cumulative numbers of
             queries and of index keys. A pair is needed if ``window > 1``. With ``cache_seqlens``: of the queries alone.
         max_seqlen_q: upper bound of a packed sequence's queries. It decides the tile only.

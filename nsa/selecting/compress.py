@@ -41,8 +41,8 @@ def compress(
     """
     _check(x, window, stride, weight, positions, cu_seqlens)
     if cu_seqlens is None:
-        if x.shape[1] < window:
-            found = x.new_zeros(x.shape[0], 0, x.shape[2], window, x.shape[3])
+        if x.shape[1] < window:  # no row, but part of the graph
+            found = x[:, :0, :, None].expand(-1, -1, -1, window, -1)
         else:
             found = x.unfold(1, window, stride).transpose(-1, -2)  # [B, rows, H, window, D]
         return _reduced(found, weight, positions)
@@ -52,18 +52,14 @@ def compress(
     lengths = begins.diff()
     counts = torch.where(lengths >= window, (lengths - window) // stride + 1, 0)
     ends = torch.cat((torch.zeros_like(begins[:1]), counts.cumsum(0)))
-    out: Tensor
-    if len(counts) == 0 or len(rows) == 0:
-        out = _reduced(x.new_zeros(len(rows), x.shape[1], window, x.shape[2]), weight, positions) * 0
-    else:
-        seq = torch.searchsorted(ends[1:].contiguous(), rows, right=True)
-        known = seq < len(counts)
-        seq = seq.clamp(max=len(counts) - 1)
-        first = begins[seq] + (rows - ends[seq]) * stride
-        at = torch.where(known, first, 0)[:, None] + torch.arange(window, device=x.device)
-        found = x[at.clamp(max=x.shape[0] - 1)].transpose(1, 2)  # [rows, H, window, D]
-        found = found.masked_fill(~known[:, None, None, None], 0.0)  # a NaN times a gradient of 0 is NaN
-        out = torch.where(known[:, None, None], _reduced(found, weight, positions), 0.0).to(x.dtype)
+    seq = torch.searchsorted(ends[1:].contiguous(), rows, right=True)
+    known = seq < len(counts)
+    seq = seq.clamp(max=len(counts) - 1)  # -1, the only entry of `begins`, if there is no sequence
+    first = begins[seq] + (rows - ends[seq]) * stride
+    at = torch.where(known, first, 0)[:, None] + torch.arange(window, device=x.device)
+    found = x[at.clamp(max=x.shape[0] - 1)].transpose(1, 2)  # [rows, H, window, D]
+    found = found.masked_fill(~known[:, None, None, None], 0.0)  # a NaN times a gradient of 0 is NaN
+    out = torch.where(known[:, None, None], _reduced(found, weight, positions), 0.0).to(x.dtype)
     return out, ends.to(cu_seqlens.dtype)
 
 

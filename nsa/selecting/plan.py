@@ -80,8 +80,10 @@ def obstacle(r: Request) -> str | None:
     power = r.size & (r.size - 1) == 0
     if r.q.dtype == torch.float64:
         return "float64"
-    if r.score == "softmax" and (not power or r.size > 128 or r.window // r.stride > r.size + 1):
+    if r.score == "softmax" and (not power or r.size > 128):
         return "softmax over blocks that are not of a power of two of index keys, 128 at most"
+    if r.score == "softmax" and r.window // r.stride > r.size + 1:
+        return "softmax with a window of more than block_size + stride"
     if r.n > 8192:
         return "more than 8192 blocks"
     return None

@@ -233,6 +233,37 @@ def test_what_is_slower_in_both_rounds_and_in_every_process_fails():
     assert [v.kind for v in against._verdicts(base, head, mixed)] == ["AMBIGUOUS"]
 
 
+@pytest.mark.parametrize("strict", [False, True], ids=["lenient", "strict"])
+@pytest.mark.parametrize(("old", "new", "kind"), [
+    ([1.0, 1.3, 1.0], [1.25, 1.25, 1.2], "AMBIGUOUS"), ([0.9, 1.0, 1.1], [1.0, 1.0, 1.0], "cannot gate"),
+])  # fmt: skip
+def test_what_is_ambiguous_or_gates_nothing_is_red_under_strict_alone(capsys, old, new, kind, strict):
+    base, head = tree("base", {"a": old}), tree("head", {"a": new})
+    verdicts = against._verdicts(base, head, (base, head))
+    assert [v.kind for v in verdicts] == [kind]
+    assert against._report("HEAD", base, head, verdicts, strict) == int(strict)
+    assert f"1 {kind}" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("times", "before", "status"), [(3, False, 1), (2, False, 0), (3, True, 0)])
+def test_a_test_is_red_if_it_is_in_every_process_and_in_this_tree_alone(capsys, times, before, status):
+    same = {"a": [1.0, 1.0, 1.0]}
+    base, head = tree("base", same), tree("this tree", same)
+    base.processes = head.processes = 3
+    head.red = {"test_c": ["assert False"] * times}
+    base.red = {"test_c": ["assert 0"]} if before else {}
+    assert against._report("HEAD", base, head, against._verdicts(base, head), True) == status
+    assert f"red in this tree, {times} of 3 processes: test_c\n  assert False\n" in capsys.readouterr().out
+
+
+def test_benchmarks_that_only_one_tree_has_are_listed(capsys):
+    base, head = tree("base", {"a": [1.0] * 3, "old": [1.0] * 3}), tree("head", {"a": [1.0] * 3, "new": [1.0] * 3})
+    assert against._report("HEAD", base, head, against._verdicts(base, head), True) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "in HEAD, not in this tree: old" in said
+    assert "in this tree, not in HEAD: new" in said
+
+
 def test_processes_take_turns():
     base, head = tree("base", {}), tree("head", {})
     assert [t.name for t in against._turns(base, head)] == ["base", "head", "head", "base", "base", "head"]

@@ -17,6 +17,7 @@ from nsa.testing.matrix.case import Case
 from nsa.testing.matrix.cases import PREFILL_HEADS, core, full, long_context, parity, prefill, prefills, small
 from nsa.testing.matrix.problem import bounds
 from nsa.testing.matrix.strategies import OF_CONTESTANTS, selections
+from nsa.testing.suite.edge.test_inputs import no_sequences
 
 SMALL = Case(2, 16, 16, 64, 400, "prefill", "fp32", HKV=2, S=100, S_kv=130, block_size=16)
 
@@ -135,6 +136,13 @@ def test_overlapping_selections(device, source):
     assert bool(past[~empty].any())
     assert not bool(past[empty].any())
     assert source == "blocks" or torch.equal(past, ~empty & (torch.arange(60, device=device) % 2 == 0))
+
+
+@pytest.mark.parametrize("source", ["rows", "varlen"])
+def test_a_call_without_sequences_has_packed_rows(device, source):
+    """An adapter of packed rows is called with them."""
+    rows = no_sequences(Case(2, 16, 16, 24, 3, "few", "fp32", source=source).make(device)).varlen
+    assert [len(x) for x in rows] == [0, 0, 0, 1]
 
 
 def test_scores_scale_the_queries_alone(device):

@@ -10,9 +10,11 @@ import torch
 
 import nsa
 from nsa.call import Call
+from nsa.kernels.families import FAMILIES, SERVES_ALL
+from nsa.kernels.shared import launch
 from nsa.plain.oracle import selection_reference
 from nsa.testing.contestants import named
-from nsa.testing.contestants.contract import Contract
+from nsa.testing.contestants.contract import Contestant, Contract
 from nsa.testing.judge.conduct import tensors
 from nsa.testing.judge.forward import Oracle
 from nsa.testing.matrix.case import Case
@@ -116,6 +118,28 @@ def test_a_kernel_that_reads_values_with_strides_of_keys(head):
     named.prove(contestant(right), strided(problem), oracle, "LSE")
     with pytest.raises(named.Wrong):
         named.prove(contestant(kernel), strided(problem), oracle, "LSE")
+
+
+@pytest.mark.parametrize("route", [family.name for family in FAMILIES if family is not SERVES_ALL])
+def test_the_workspaces_of_our_kernels_are_poisoned(route):
+    """In every family that has some: an earlier call may have left the right values there."""
+    seen = []
+
+    def call(p, return_lse, out):
+        (piece,) = launch.divided(p.q.device, ((8, torch.float32),))
+        seen.append(bool(piece.tensor().isnan().all()))
+        return p.q
+
+    Contestant("ours", call, route=route).run_counted(SPANS.make("cpu"))
+    assert seen == [True]
+
+
+def test_what_our_kernels_must_write_is_nan_before():
+    """A kernel that leaves out a row would otherwise be right where that row is 0."""
+    given = []
+    impl = Contestant("ours", lambda p, return_lse, out: given.append(out.clone()) or out, poison=True)
+    impl.run_counted(SPANS.make("cpu"))
+    assert given[0].isnan().all()
 
 
 def test_a_kernel_that_cuts_spans_to_32_bits():
@@ -274,7 +298,7 @@ def ending(end):
         return right(*args, **how)
     return kernel
 
-skips, xfails = ending(pytest.skip), ending(pytest.xfail)
+skips, xfails, fails = ending(pytest.skip), ending(pytest.xfail), ending(pytest.fail)
 
 def exits(*args, **how):
     os._exit(0)
@@ -313,13 +337,13 @@ def pytest_runtest_protocol(item, nextitem):
 def test_skips_retries_and_crashes_are_not_green(contest, tmp_path):
     """Each of these kernels is right in all other calls, and the lane `edge` asks for no number of cases."""
     write(tmp_path, {"mine.py": KERNELS, "retry.py": RETRY})
-    names = ("mine:right", "mine:dies", "mine:skips", "mine:xfails", "mine:moody")
+    names = ("mine:right", "mine:dies", "mine:skips", "mine:xfails", "mine:fails", "mine:moody")
     chosen = ("-m", "edge", "-k", "model_may and one-key and fp32", "-p", "retry", "-n", "1")
     done = contest(tmp_path, names, *chosen)
     said = verdicts(done)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     told = dict(re.findall(r"^mine:(\w+)(?:, edge)?: (right on|WRONG|not proved)", said, re.M))
-    wrong = {"skips": "WRONG", "xfails": "WRONG", "moody": "WRONG"}
+    wrong = dict.fromkeys(("skips", "xfails", "fails", "moody"), "WRONG")
     assert told == {"right": "right on", "dies": "not proved"} | wrong, said
     assert re.search(r"^mine:dies: not proved: 1 test ended without a result, the first is .*mine:dies-", said, re.M)
     assert "expected a result, got Skipped: too large" in done.stdout

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import itertools
 import re
+import types
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from nsa.testing.judge.diagnosis import diagnose
 from nsa.testing.judge.forward import Oracle, fp64
 from nsa.testing.matrix.case import Case
 from nsa.testing.report import pages
-from nsa.testing.suite.parity.test_promises import a_cache, over, over_a_cache
+from nsa.testing.suite.parity.test_promises import a_cache, over, over_a_cache, pages_of
 from nsa.testing.verdicts import KINDS, Tally, Verdicts
 
 from .small_project import configuration, off_gpu, verdicts, write
@@ -355,6 +356,15 @@ def test_over_a_cache(device, which, page):
     assert found is None or found in diagnose(error.value.result, error.value.oracle)
 
 
+@pytest.mark.parametrize("page", [1, 24, 256])
+def test_pages_of_a_promised_size(device, page):
+    """Also of sizes that a contract without sizes is not tested with."""
+    contract = dataclasses.replace(OVER_A_CACHE, pages=(page,))
+    one = named.of_function("mine:kernel", right, contract, declared=True)
+    assert pages_of(one, "pages") == [page]
+    over_a_cache(one, TWO, device, page)
+
+
 @pytest.mark.parametrize(("D", "H"), [(16, 4), (32, 2), (128, 4)])
 def test_large_scores_without_a_scale_are_named(device, D, H):
     """Where scores are numbers of e4m3, keys that were rounded to 16 bits would give another answer."""
@@ -429,6 +439,36 @@ def test_a_promise_that_no_test_asked_for_is_named():
     everything = {"O", "LSE", "gradients", "cu_seqlens"}
     assert len(said_of(Tally(right=cases, exercised=everything), **how)) == 1
     assert len(said_of(Tally(right={"one"}, exercised=everything), whole=False, **how)) == 1, "a replay claims no more"
+
+
+@pytest.mark.parametrize("caches", [(), ("contiguous",), ("pages",), ("contiguous", "pages")])
+def test_caches_that_are_not_promised_are_named(caches):
+    named_ones = {word for word in Contract(caches=caches).not_promised() if word.startswith("caches (")}
+    assert named_ones == {f"caches ({kind})" for kind in ("contiguous", "pages") if kind not in caches}
+
+
+def test_a_lane_in_which_nothing_ran_to_its_end_is_not_proved():
+    assert said_of(Tally(right={"one"}), lane="edge", dtypes=("fp16",))[1:] == []
+    lines = said_of(Tally(skipped={"one": "unsupported"}), lane="edge", dtypes=("fp16",))
+    assert lines[-1] == "a:kernel, edge: not proved: no test ran to its end"
+
+
+@pytest.mark.parametrize(("case", "asked"), [
+    ("L24-seqs2.3", {"O", "cu_seqlens"}), ("L24-positions", {"O", "q_positions"}), ("L24", {"O"}),
+])  # fmt: skip
+def test_a_case_exercises_what_it_has_and_no_more(case, asked):
+    one, item, call, report = Verdicts(None), *(types.SimpleNamespace() for _ in range(3))
+    mark = types.SimpleNamespace(kwargs={"promise": ""})
+    item.get_closest_marker = {"contested": mark, "parity": mark}.get
+    item.callspec = types.SimpleNamespace(params={"contestant": "a:kernel", "case": case})
+    one.config, item.nodeid, call.excinfo = types.SimpleNamespace(getoption=lambda name: []), "test_a", None
+    vars(report).update(when="call", outcome="passed", longrepr=None, user_properties=[])
+    hook = one.pytest_runtest_makereport(item, call)
+    next(hook)
+    with pytest.raises(StopIteration):
+        hook.send(report)
+    [(_, facts)] = report.user_properties
+    assert set(facts[-1]) == asked
 
 
 @pytest.mark.parametrize(("lane", "why"), [("interpreter", ": that takes a GPU"), ("gpu", "")])

@@ -10,7 +10,7 @@ import pytest
 from nsa.testing.clock.guard import Ceilings, detectable, guard, undetectable
 from nsa.testing.clock.timing import InvalidMeasurement, Timing
 from nsa.testing.gate import store, words
-from nsa.testing.gate.rule import Reading, Side, judge, pooled
+from nsa.testing.gate.rule import Best, Reading, Side, judge, pooled
 from nsa.testing.gate.run import Gate
 from nsa.testing.gate.store import Baseline, Key
 from nsa.testing.report.recording import kernels, newest
@@ -159,6 +159,12 @@ def test_one_of_ratio_and_time_alone_is_ambiguous_though_measured_twice():
     assert judge("x", old, both, lambda: (old, old), versions=False).kind == "pass"
     slower_memory = side(1.3, ceiling=2.3e12)  # the time is what this card's memory explains
     assert judge("x", old, slower_memory, lambda: (old, slower_memory), versions=False).kind == "AMBIGUOUS"
+
+
+def test_a_best_of_other_versions_decides_nothing():
+    old, new, best = side(1.0, 1.0, 1.0, ceiling=3e12), side(1.05, ceiling=3e12), Best(0.5, "plain", "abc")
+    assert judge("x", old, new, lambda: (old, new), best=best).kind == "FAIL"
+    assert judge("x", old, new, lambda: (old, new), versions=False, best=best).kind == "pass"
 
 
 # --- two trees, in processes that take turns -------------------------------------------------------------------------

@@ -68,6 +68,25 @@ def test_a_commit_that_is_no_name_of_a_file_loses_nothing(measured, tmp_path):
     assert [path.name for path in (tmp_path / "baselines").iterdir()] == ["gpu"]
 
 
+@pytest.mark.parametrize("what", ["benchmark", "machine"])
+def test_runs_that_do_not_hold_the_same_are_not_kept(tmp_path, monkeypatch, what):
+    """A case that one process skipped, or a runner that was exchanged."""
+
+    def run(arguments, cwd):
+        file, document = Path(arguments[2].partition("=")[2]), run_of([1.0], {})
+        if file.name == "2.json" and what == "machine":
+            document["machine_info"]["device"] = "another"
+        elif file.name == "2.json":
+            document["benchmarks"][0]["name"] = "y"
+        file.write_text(json.dumps(document))
+        return 0
+
+    monkeypatch.setattr(children, "run", run)
+    with pytest.raises(store.NotSaved, match="the runs do not hold the same benchmarks of the same machine"):
+        store.record(tmp_path / "baselines", [], tmp_path, "abc")
+    assert [*(tmp_path / "baselines").iterdir()] == []
+
+
 def test_a_baseline_of_another_device_is_refused(tmp_path):
     """A copied folder."""
     key = store.Key("here", "2.11", "3.6")

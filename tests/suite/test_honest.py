@@ -114,6 +114,13 @@ def test_a_kernel_that_cheats(which):
         timed(make())
 
 
+def test_a_row_that_fp64_does_not_check_must_be_there_too(monkeypatch):
+    monkeypatch.setattr(honest, "EXACT_TOKENS", 2)  # of three queries, the first and the last
+    case = Case(2, 16, 16, 24, 6, "overlap", "fp32", HKV=2, S=3, S_kv=40)
+    with pytest.raises(InvalidMeasurement, match=r"called again, it left out \d+ of \d+ rows"):
+        timed(halves(), case)  # every other row
+
+
 @pytest.mark.parametrize(("case", "times"), [(SPANS, 20), (SEQUENCES, 2), (ROWS, 2)], ids=["spans", "packed", "rows"])
 def test_an_honest_kernel_is_green_every_time(case, times):
     for _ in range(times):

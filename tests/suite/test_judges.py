@@ -1,5 +1,6 @@
 """The judges of the suite: an implementation that is wrong in one way only is red, one within its bound is green."""
 
+import contextlib
 import dataclasses
 import math
 
@@ -13,6 +14,7 @@ from nsa.testing.judge import forward, gradients
 from nsa.testing.judge.forward import Oracle, assert_parity, fp64
 from nsa.testing.judge.gradients import NAMES, GradientOracle, assert_gradients
 from nsa.testing.matrix.case import Case
+from nsa.testing.matrix.cases import parity
 
 from .test_conduct import spoiling
 
@@ -94,6 +96,41 @@ def test_one_element_outside_the_bound_is_red(dtype):
         assert_parity(moved(out, (*FULL, 3), 1.5 * bound, oracle.out), oracle)
 
 
+# Of a call over a cache: what is made of `(O, LSE)`, and what the judge says.
+WRONG_OVER_A_CACHE = {
+    "shape": (lambda o, lse: (o[:, :1].expand_as(o)[..., :1], lse), "expected O of shape"),
+    "LSE-shape": (lambda o, lse: (o, lse[:1, :1]), "expected an LSE of shape"),
+    "dtype": (lambda o, lse: (o.double(), lse), "expected torch.float32, got torch.float64"),
+    "NaN": (lambda o, lse: (with_value(o, (*FULL, 0), math.nan), lse), "error inf > bound"),
+    "empty-row": (lambda o, lse: (with_value(o, EMPTY, 1e-30), lse), "rows that select nothing must be exactly 0"),
+    "LSE-dtype": (lambda o, lse: (o, lse.double()), "expected an LSE in float32"),
+    "LSE-of-an-empty-row": (lambda o, lse: (o, with_value(lse, EMPTY, -1e30)), "LSE error exceeds its bound"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_OVER_A_CACHE)
+def test_a_wrong_result_over_a_cache_is_red(wrong):
+    p = SPANS.make("cpu")
+    want, (o, lse) = fp64(p), right(Oracle.of(p))
+    forward.cached_parity((o, lse), want, torch.float32, "x")
+    forward.cached_parity((o, None), want, torch.float32, "x")
+    change, message = WRONG_OVER_A_CACHE[wrong]
+    with pytest.raises(AssertionError, match=f"^x: {message}"):
+        forward.cached_parity(change(o, lse), want, torch.float32, "x")
+
+
+@pytest.mark.parametrize("dtype", EPS)
+def test_one_element_outside_the_bound_over_a_cache_is_red(dtype):
+    p = dataclasses.replace(SPANS, dtype=dtype).make("cpu")
+    want, (o, lse) = fp64(p), right(Oracle.of(p))
+    bound = max(6 * EPS[dtype], 1e-5) * max(1.0, largest(want[0]))
+    of_lse = 2e-5 + 1e-5 * abs(float(want[1][FULL]))
+    for by in (0.5, 1.5):
+        for wrong in ((moved(o, (*FULL, 3), by * bound, want[0]), lse), (o, moved(lse, FULL, by * of_lse, want[1]))):
+            with contextlib.nullcontext() if by < 1 else pytest.raises(AssertionError, match="bound"):
+                forward.cached_parity(wrong, want, p.q.dtype, "x")
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_first_wrong_element_is_named_and_not_the_worst(packed):
     """Packed sequences have no batch: queries are counted over all of them."""
@@ -104,6 +141,18 @@ def test_the_first_wrong_element_is_named_and_not_the_worst(packed):
     where = ("" if packed else "batch 0, ") + "query 2, head 1, dimension 4"
     with pytest.raises(AssertionError, match=rf"error 100 > bound .*; the first at {where}: .* 2 of 192 off, 0 NaN"):
         assert_parity(out, oracle)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("case", [c for c in parity() if c.dtype == "fp32" and c.scores > 1], ids=lambda c: c.id)
+def test_weights_by_an_lse_in_fp32_are_right(case, seed):
+    """``exp(score - LSE)``. An LSE of 90 is rounded by up to 4e-6, and so is the row."""
+    p = case.make("cpu", seed)
+    Q, K, V, lengths = p.rows
+    unused = torch.arange(K.shape[1]) >= lengths[:, None, None]
+    scores = (Q @ K.mT * p.softmax_scale).masked_fill(unused, -math.inf)
+    P = (scores - scores.logsumexp(-1, keepdim=True)).exp().masked_fill((lengths == 0)[:, None, None], 0)
+    assert_parity(p.unpack(P @ V), Oracle.of(p))
 
 
 def test_a_mean_error_outside_its_bound_is_red():
@@ -165,6 +214,36 @@ def test_an_oracle_that_sdpa_contradicts_is_refused(dtype, monkeypatch):
     for by in (1.5 * rounding, -1.5 * rounding, math.nan):
         with pytest.raises(AssertionError, match="differ by .*one of the two is wrong"):
             off(by)
+
+
+def with_large_scores():
+    """Every second key is the key before it, so that no key has all the weight."""
+    p = dataclasses.replace(SPANS, scores=1024.0).make("cpu")
+    return p.with_tensors(p.q, p.k[:, ::2].repeat_interleave(2, 1), p.v)
+
+
+def test_the_sum_over_values_rounds_too():
+    """With scores of 0 nothing else does but the LSE, the logarithm of the number of keys."""
+    p = SPANS.make("cpu")
+    p = p.with_tensors(torch.zeros_like(p.q), p.k, p.v)
+    _, _, V, lengths = p.rows
+    count = lengths.clamp(min=1)[:, None]
+    V = V.masked_fill((torch.arange(V.shape[1]) >= lengths[:, None])[..., None], 0.0) / count[..., None]
+    variance = 2.0**-48 / 9 * count * (V.sum(1).square() + V.square().sum(1) / 2)
+    variance += (2.0**-23 * count.log() * V.sum(1)).square() / 12
+    assert forward.one_by_one(p) == pytest.approx(float(variance.max()) ** 0.5, rel=1e-4)
+
+
+def test_an_oracle_that_sdpa_contradicts_is_refused_with_large_scores(monkeypatch):
+    """There sums in fp32 explain more, 8 of their standard deviations."""
+    p = with_large_scores()
+    exact, rounding = fp64(p)[0], 8 * forward.one_by_one(p)
+    assert rounding > 2e-4 * max(1.0, largest(exact))
+    for by in (0.5 * rounding, 1.5 * rounding):
+        sdpa = moved(exact.to(p.q.dtype), (*FULL, 0), by, exact)
+        monkeypatch.setattr(forward, "sdpa_same_keys", lambda p, sdpa=sdpa: sdpa)
+        with contextlib.nullcontext() if by < rounding else pytest.raises(AssertionError, match="is wrong"):
+            Oracle.of(p)
 
 
 @pytest.mark.parametrize("judge", [forward, gradients], ids=["output", "gradients"])
@@ -289,11 +368,14 @@ def test_a_gradient_that_nothing_asks_for_must_be_zero(judged, i):
         assert_gradients(replaced(right, i, with_value(right[i], at, little)), oracle, "wrong")
 
 
+@pytest.mark.parametrize("large_scores", [False, True])
 @pytest.mark.parametrize("i", range(3), ids=NAMES)
-def test_gradients_that_sdpa_contradicts_are_refused(i, monkeypatch):
-    p = SPANS.make("cpu")
-    exact = GradientOracle.of(p).exact
-    rounding = 1e-4 * max(1.0, largest(exact[i]))
+def test_gradients_that_sdpa_contradicts_are_refused(i, large_scores, monkeypatch):
+    p = with_large_scores() if large_scores else SPANS.make("cpu")
+    oracle = GradientOracle.of(p)
+    exact, one = oracle.exact, gradients.one_by_one(p, oracle.do, oracle.o, oracle.lse, oracle.exact)[i]
+    rounding = max(1e-4 * max(1.0, largest(exact[i])), 8 * one)
+    assert (rounding == 8 * one) == large_scores
     dense = gradients.dense_sdpa
 
     def off(by):

@@ -169,7 +169,7 @@ ODD_WORDS = {
     "!!bool maybe": "expected a valid bool",
     "!!int _": "expected a valid int",
     "9" * 5000: "expected a valid int, got '999",
-    "0x" + "f" * 5000: "expected an integer of at most 64 bits, got 20000",
+    "0x" + "f" * 5000: "expected an integer of at most 64 bits, got 0xfff",
 }
 FUZZ = (
     *ODD_WORDS, "&x [*x]", "", "~", "yes", "x", "-1", "0", "1.5", ".nan", ".inf", "1e999", "[]", "[1]", "{}", "{a: 1}",

@@ -70,6 +70,12 @@ def test_each_flaw_is_red_and_told(flaw):
         assert_selection(out, r, "a selector", integers=True)
 
 
+def test_equal_scores_in_the_wrong_order_are_of_a_kind_of_their_own():
+    r = made("ties")
+    assert {x.kind for x in findings(wrong(r, "upward"), r, integers=True)} == {"ties"}
+    assert findings(wrong(r, "upward"), r, integers=False) == []  # there the order of equal scores may be rounding
+
+
 def test_padding_in_front_is_not_taken_for_other_blocks():
     """The blocks alone are the right ones, as a flaw that changes nothing gives them."""
     r = made("max")._replace(n=20)
@@ -122,6 +128,22 @@ def test_rounding_is_allowed_for_and_no_more(name):
     worst, last = best.indices[r.n], float(best.values[r.n - 1])
     for less, kind in ((1e-7, None), (1e-3, "scores")):
         near = row._replace(scores=row.scores.index_fill(1, worst, last * (1 - less)))
+        problem = selections._problem(worse, near, 0, r, False)
+        assert (problem and problem[0]) == kind
+
+
+@pytest.mark.parametrize("name", ["mixed", "weights", "max"])
+def test_rounding_that_is_allowed_for_is_of_so_many_eps(name):
+    """The bound is worked out anew here: a judge that allowed three times as much would be green."""
+    r = made(name)._replace(first=0, newest=0)
+    row = max((oracle.row_of(r, token) for token in range(r.T)), key=lambda row: row.scores.shape[1])
+    best, eps, D = row.scores[0].sort(descending=True), 2.0**-23, r.q.shape[-1]
+    worst, last = best.indices[r.n], float(best.values[r.n - 1])
+    peak = float(best.values[best.values.isfinite()].abs().max())
+    worse = sorted([*best.indices[: r.n - 1].tolist(), int(worst)]) + ([] if row.tail is None else [row.tail])
+    bound = 64 * eps * D * abs(last) if r.score == "softmax" else 4 * eps * D**0.5 * max(peak, 1.0) * r.G
+    for times, kind in ((0.5, None), (1.5, "scores")):
+        near = row._replace(scores=row.scores.index_fill(1, worst, last - times * bound))
         problem = selections._problem(worse, near, 0, r, False)
         assert (problem and problem[0]) == kind
 

@@ -194,6 +194,8 @@ WRONG = [  # what is replaced, by what, the line, and what is said
     ("queries: 2, ", "", 7, "queries: expected a whole number from 1 to 2^31, or a list of them, got None"),
     ("keys: 50", "keys: 1", 7, "keys: expected at least as many as queries, got 1"),
     ("keys: [40, 33]", "keys: [40]", 8, "keys: expected as many numbers as queries, without batch, got [40]"),
+    ("keys: 50", "keys: 2147483648, batch: 2147483648", 7, "shape: expected one that a kernel serves, got 'Storage s"),
+    ("weight: 3", "? [3] : 4", 7, "[3]: expected a word of a shape: queries"),
     ("D: 16", "D: 512", 7, "shape: expected one that a kernel serves, got 'head dim D: exp"),
     ("HQ: 4", "HQ: 5", 7, "HQ: expected a multiple of HKV = 2, got 5"),
     ("pages: {pages: true", "pages: {fp8: true", 7, "fp8: expected false without pages, got True"),

@@ -4,7 +4,8 @@
 wrong, `err_SDPA` and the bound would be large. So SDPA must also agree with the oracle to within rounding.
 
 In fp32 the order of additions decides the error. SDPA adds in blocks, a kernel may add one product after the other, and
-either may be exact by chance. So in fp32 `err_SDPA` is at least two standard deviations of the latter (`one_by_one`).
+either may be exact by chance. So in fp32 `err_SDPA` is at least two standard deviations of the latter (`one_by_one`),
+whose weights are ``exp(score - LSE)`` with an LSE in fp32.
 """
 
 from __future__ import annotations
@@ -136,7 +137,11 @@ def sdpa_same_keys(p: Problem) -> Tensor:
 
 
 def one_by_one(p: Problem) -> float:
-    """The largest standard deviation of an output element in fp32, if every sum adds one product after the other."""
+    """The largest standard deviation of an output element in fp32, if every sum adds one product after the other.
+
+    Weights are ``exp(score - LSE)``, as a kernel may compute them that knows its LSE. Rounding the LSE to fp32 scales a
+    row of them: by up to 4e-6 where the LSE is 90.
+    """
     Q, K, V, lengths = p.rows
     if not Q.shape[0] or not K.shape[1]:
         return 0.0
@@ -144,12 +149,15 @@ def one_by_one(p: Problem) -> float:
     count = lengths[:, None, None]
     dot = Q @ K.mT  # [N, H, L]
     unused = torch.arange(K.shape[1], device=K.device) >= count
-    P = (dot * scale).masked_fill(unused, -math.inf).softmax(-1).masked_fill(count == 0, 0.0)
+    scores = (dot * scale).masked_fill(unused, -math.inf)
+    P = scores.softmax(-1).masked_fill(count == 0, 0.0)
+    lse = scores.logsumexp(-1, keepdim=True).masked_fill(count == 0, 0.0)
     out = P @ V  # [N, H, Dv]
     # An error e of a score changes the output by P·e·(V - O). Errors of different scores are independent.
-    scores = P.square() * scale**2 * sum_variance(Q.shape[-1], dot, Q.square() @ K.square().mT)
-    variance = scores @ V.square() - 2 * out * (scores @ V) + out.square() * scores.sum(-1, keepdim=True)
+    wrong = P.square() * scale**2 * sum_variance(Q.shape[-1], dot, Q.square() @ K.square().mT)
+    variance = wrong @ V.square() - 2 * out * (wrong @ V) + out.square() * wrong.sum(-1, keepdim=True)
     variance += sum_variance(count, out, P.square() @ V.square())
+    variance += (out * lse * torch.finfo(torch.float32).eps).square() / 12
     return math.sqrt(max(float(variance.max()), 0.0))
 
 

@@ -170,7 +170,8 @@ class Problem:
         cu = torch.zeros(lengths.numel() + 1, dtype=torch.int32, device=lengths.device)
         cu[1:] = lengths.cumsum(0)
         if case.source == "varlen":
-            return VarlenRows(Q, self.k[0, :, 0], self.v[0, :, 0], cu)
+            k, v = (x.flatten(0, -3)[:, 0] for x in (self.k, self.v))
+            return VarlenRows(Q, k, v, cu)
         K, V = self.rows.K, self.rows.V
         if case.source == "rows":
             return VarlenRows(Q, K.flatten(0, 1), V.flatten(0, 1), cu)

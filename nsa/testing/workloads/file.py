@@ -149,7 +149,7 @@ def _mapping(path: Path, node: Any, known: Any, what: str) -> dict[str, yaml.Nod
         raise _wrong(path, node, "content", "a mapping", _value(path, node))
     values: dict[str, yaml.Node] = {}
     for key, value in node.value:
-        name = str(key.value)
+        name = str(key.value) if isinstance(key, yaml.ScalarNode) else repr(_value(path, key))
         if known is not None and name not in known:
             raise _wrong(path, key, name, f"{what}: {', '.join(known)}", name)
         if name in values:
@@ -212,7 +212,7 @@ def _entry(path: Path, node: Any, variant: str, words: Words) -> Entry:
     shape = Shape(case, w["fp8"], w["pages"])
     try:
         check(_call(shape))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:  # RuntimeError: no tensor is that large
         raise _wrong(path, node, "shape", "one that a kernel serves", str(error)) from error
     name = w["name"] or f"B{case.B}-T{tokens}-K{max(kv_seqlens)}"
     return Entry(name, variant, float(w["weight"]), shape)

@@ -263,6 +263,10 @@ def test_a_kernel_that_fails(device, fake, monkeypatch, caplog, error, tried):
         made.run(vllm.minimax_m3_sparse_attn_decode)
     assert (len(asked), len(own_calls())) == (tried, 2)
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
+    vllm.restore()  # forgets what failed
+    vllm.install()
+    made.run(vllm.minimax_m3_sparse_attn_decode)
+    assert len(asked) == tried + 1
 
 
 # --- in vLLM's place --------------------------------------------------------------------------------------------------

@@ -74,6 +74,7 @@ def test_qsa_is_equal_to_the_oracle(device, monkeypatch, fp8, counts):
 
 REFUSED_QSA = {
     "width": (lambda a: {"logical_indices": a["logical_indices"][:, 1:]}, "logical_indices: expected 4 n columns"),
+    "no-block": (lambda a: {"logical_indices": a["logical_indices"][:, -4:]}, "logical_indices: expected 4 n columns"),
     "page": (lambda a: {name: a[name][:, :6] for name in ("k_cache", "v_cache")}, "k_cache: expected pages of whole"),
     "bytes": (lambda a: {name: a[name].view(torch.uint8) for name in ("k_cache", "v_cache")}, "k_cache: expected"),
     "values": (lambda a: {"v_cache": a["v_cache"][..., :8]}, "(that of k_cache), got ["),

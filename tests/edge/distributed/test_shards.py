@@ -22,6 +22,12 @@ def test_positions(order, lengths):
     assert found == POSITIONS[order, lengths]
 
 
+def test_odd_lengths_have_no_positions_in_zigzag_order():
+    """Half of an odd length is no number of tokens."""
+    with pytest.raises(ValueError, match=r"^lengths: expected even numbers in zigzag order, got \(16, 15\)$"):
+        Layout("zigzag", (16, 15)).positions(0, CPU)
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize(("order", "lengths"), POSITIONS)
 def test_shards_are_joined_and_divided(order, lengths, axis):

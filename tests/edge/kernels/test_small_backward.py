@@ -208,6 +208,12 @@ def test_rows_of_many_small_blocks_are_served(call, family):
     assert backward_of(call, shape_of(call)).name == family
 
 
+def test_with_batch_invariant_other_kernels_serve():
+    call = call_of(65, 4)
+    call = call._replace(settings=dataclasses.replace(call.settings, batch_invariant=True))
+    assert backward_of(call, shape_of(call)).name == "backward"
+
+
 def test_a_pin_repeats_the_tiles(draw, device):
     """As a child of the guard gets them, through JSON."""
     call = call_of(65, 4)

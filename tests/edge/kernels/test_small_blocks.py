@@ -1,5 +1,7 @@
 """Small blocks: one list for all KV heads, and what else `test_unions.py`, which has their tiles, does not ask."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -7,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import nsa
 from nsa import settings
 from nsa.call import Call
+from nsa.kernels import launches
 from nsa.kernels.families import BACKWARDS, FAMILIES, OF_SCHEDULE
 from nsa.kernels.shared import launch as launching
 from nsa.kernels.shared import sizes
@@ -79,6 +82,19 @@ def copied(selection):
 
 
 OF_BLOCKS, OF_BOTH = ["small_blocks", "union"], ["query_major", "key_major", "sdpa", "reference"]
+
+
+def test_a_block_in_two_pages_is_in_no_union(device, pin):
+    """Behind a page lie the keys of another. Where one is NaN the tile is computed by rows, so here all are numbers."""
+    pin(small_blocks=ALWAYS)
+    g = torch.Generator().manual_seed(0)
+    for page, union in ((6, False), (8, True)):
+        before = launches.copy()
+        cache = caches.draw([KEYS], KEYS, page, HKV=HKV, D=16, Dv=16, dtype=torch.float32, device=device, seed=0)
+        cache = dataclasses.replace(cache, k=cache.k.nan_to_num(0.5), v=cache.v.nan_to_num(0.5))
+        q = torch.randn(1, 8, HKV * G, 16, generator=g).to(device)
+        serve(q, cache, blocks_of(device, *[[1, 4, 7, 10]] * 8), schedule="small_blocks")
+        assert ("small_blocks unions" in launches - before) == union
 
 
 @pytest.mark.parametrize(

@@ -151,8 +151,8 @@ def test_query_major_serves_unless_another_is_faster_by_a_margin():
 
 @pytest.mark.parametrize(("tokens", "sequences", "longest", "want"), [
     (325, 2, 163, (2, 163, False)), (16363, 3, 5455, (3, 5455, False)),
-    (1063, 64, 1000, (1, 1000, True)), (2048, 2, None, (2, 1024, True)),
-], ids=["two alike", "three alike", "one prompt and steps", "not told"])  # fmt: skip
+    (1063, 64, 1000, (1, 1000, True)), (1063, 64, 4096, (1, 1000, True)), (2048, 2, None, (2, 1024, True)),
+], ids=["two alike", "three alike", "one prompt and steps", "a loose bound", "not told"])  # fmt: skip
 def test_sequences_of_a_ragged_batch(tokens, sequences, longest, want):
     q, k = torch.zeros(tokens, 16, 64, dtype=torch.float16), torch.zeros(64, 128, 1, 64, dtype=torch.float16)
     call = Call(

@@ -174,6 +174,8 @@ def test_measurements_of_a_user_without_a_home(monkeypatch, caplog, home):
     ),
     ("runtime: 3", "runtime: expected a mapping, got 3"),
     ("[]", "expected a mapping of settings, got []"),
+    ("runtime: {probe: never}\nruntime: {}", "line 2: runtime: expected each key once, got it again"),
+    ("runtime:\n  probe: never\n  probe: always", "line 3: probe: expected each key once, got it again"),
     ("runtime: {", "expected YAML: "),
 ])  # fmt: skip
 def test_yaml_error(user_yaml, text, message):

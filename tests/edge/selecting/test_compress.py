@@ -73,7 +73,20 @@ def test_tokens_of_no_window_reach_no_gradient(device):
 
 
 def test_a_sequence_shorter_than_a_window_has_no_row(device):
-    assert nsa.compress(drawn(device, 1, 3, 2, 6), window=4, stride=2).shape == (1, 0, 2, 6)
+    """Its gradient is 0, as where it is one of several."""
+    x, weight = drawn(device, 1, 3, 2, 6).requires_grad_(), drawn(device, 4, 6, 5).requires_grad_()
+    rows = nsa.compress(x, window=4, stride=2)
+    assert rows.shape == (1, 0, 2, 6)
+    (got,) = torch.autograd.grad(rows.sum(), x)
+    assert torch.equal(got, torch.zeros_like(x))
+    for ends in ([0], [0, 3]):
+        packed, counts = nsa.compress(
+            x[0], window=4, stride=2, weight=weight, cu_seqlens=torch.tensor(ends, device=device)
+        )
+        assert packed.shape == (1, 2, 5)
+        assert not packed.any()
+        assert counts.tolist() == [0] * len(ends)
+        assert not any(g.any() for g in torch.autograd.grad(packed.sum(), (x, weight)))
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import nsa
 from nsa.kernels.shared.poison import poisoned_workspace
 from nsa.selecting import api, plan
+from nsa.selecting.choose import _ordered
 from nsa.testing.judge.selections import assert_selection
 from nsa.testing.machine import current_lane
 from nsa.testing.matrix.selecting import as_request, drawn
@@ -26,6 +29,25 @@ def test_plain_pytorch(device, seed):
     q, k, how = case.make(device)
     out = nsa.select_blocks(q, k, **how, backend="torch")
     assert_selection(out, as_request(q, k, how), f"torch on {case.id}", exact(case))
+
+
+@triton.jit
+def _order_kernel(score_ptr, out_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out_ptr + i, _ordered(tl.load(score_ptr + i)))
+
+
+def test_numbers_in_the_order_of_scores(device):
+    """Scores that are equal stay equal, so that ties go to the smaller block: -0 is 0, and NaN is -inf."""
+    inf, least = float("inf"), 1e-45
+    scores = [-inf, -3e38, -1.0, -least, 0.0, least, 1.0, inf, float("nan"), -0.0, 2.0, 2.0]
+    scores = torch.tensor(scores, device=device)
+    found = torch.empty(16, dtype=torch.int32, device=device)
+    _order_kernel[(1,)](torch.cat((scores, scores[:4])), found, 16)
+    *rising, nan, minus_zero, two, other = found[:12].tolist()
+    assert rising == sorted({*rising})
+    assert (nan, minus_zero, two) == (rising[0], rising[4], other)
+    assert -(2**31) < rising[0] < rising[-1] < 2**31 - 1  # neither `NEVER` nor `ALWAYS`
 
 
 def launch(case, device, **tile):

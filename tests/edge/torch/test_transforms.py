@@ -121,6 +121,20 @@ def test_a_tangent_is_right_or_refused(qkv, attend, backend, how):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_a_tangent_where_packed_sdpa_serves_is_of_the_reference(qkv, attend):
+    """Most of torch's SDPA kernels would raise, and the caller named no backend."""
+    tangents = [torch.randn_like(x) for x in qkv]
+
+    def tangent(backend):
+        return torch.func.jvp(lambda *qkv: attend(*qkv, backend=backend), tuple(qkv), tuple(tangents))[1]
+
+    want = tangent("reference")
+    with nsa.configure(use_triton_sel=False):
+        close([tangent("auto")], [want])
+    assert [record.route for record in nsa.routes() if record.reason == TRANSFORMED] == ["reference"]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("inside", [False, True], ids=["dual-given", "jvp-inside"])
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_a_compiled_call_loses_no_tangent(qkv, attend, backend, inside):

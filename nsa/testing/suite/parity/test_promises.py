@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 import itertools
+import math
 
 import torch
 
+from nsa.testing.contestants.contract import CACHES
 from nsa.testing.contestants.fit import cases_of, fitted, with_limit
 from nsa.testing.contestants.named import Wrong
 from nsa.testing.fixtures import *  # noqa: F403  (a fixture of a module precedes one of a project's conftest.py)
@@ -25,7 +27,7 @@ CACHED = [
     for i, (S, size, n) in enumerate(((1, 16, 4), (1, 64, 3), (3, 32, 3), (2, 128, 2), (1, 128, 2), (2, 16, 6)))
     for H, D, dtype in [((4, 32, "fp32"), (16, 64, "fp16"), (2, 64, "fp32"))[i % 3]] for HKV in (1 + i % 2,)
 ]  # fmt: skip
-PAGES = {"contiguous": ("",), "pages": (16, 64, 128)}
+PAGES = (16, 64, 128)  # of a contract that takes any
 LENGTHS = (203, 0, 1, 256)  # an end within a page, no keys, one key, a full cache
 ROOMY = (203, 70, 128, 256)  # lengths with which each query sees a key
 
@@ -94,8 +96,7 @@ def pages_of(impl, kind):
     """The keys of a page of each cache of a kind; empty for a contiguous cache."""
     if kind not in impl.contract.caches:
         return []
-    taken = impl.contract.pages
-    return [page for page in PAGES[kind] if not page or not taken or page in taken]
+    return list(impl.contract.pages or PAGES) if kind == "pages" else [""]
 
 
 def cached(kind):
@@ -106,7 +107,7 @@ def each_once(promise):
     """Each case and each page in one row at least, if the contract has a promise."""
 
     def of(impl):
-        cases, pages = over(impl), [page for kind in PAGES for page in pages_of(impl, kind)]
+        cases, pages = over(impl), [page for kind in CACHES for page in pages_of(impl, kind)]
         rows = max(len(cases), len(pages)) if getattr(impl.contract, promise) else 0
         return [(cases[i % len(cases)], pages[i % len(pages)]) for i in range(rows)]
 
@@ -178,7 +179,8 @@ def a_cache(contract, case, device, page, fp8, counts, turn):
 
     `turn` chooses lengths and values, not shapes.
     """
-    room = -(-case.S_kv // 128) * 128
+    step = math.lcm(128, page or 1)
+    room = -(-case.S_kv // step) * step
     needs = contract.needs
     lengths = [min(length, room) for length in (ROOMY if {"nonempty", "visible"} & set(needs) else LENGTHS)]
     lengths, counts = (x[turn:] + x[:turn] for x in (lengths, counts))
