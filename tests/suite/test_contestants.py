@@ -332,6 +332,9 @@ FP8, RAGGED, TWO = {"fp8": True}, {"counts": (3, 0, 1, 5)}, dataclasses.replace(
 WRONG = {
     "no k_scale": (without("k_scale"), FP8, "ignores k_scale"),
     "no v_scale": (without("v_scale"), FP8, "ignores v_scale"),
+    "no scales": (
+        changed(lambda q, k, how: dict.fromkeys(("k_scale", "v_scale"))), FP8, "ignores k_scale and v_scale",
+    ),
     "v_scale on keys": (changed(lambda q, k, how: {"k_scale": how["v_scale"]}), FP8, "scales keys by v_scale"),
     "first head": (changed(of_one_head), FP8, "takes the scales of the first KV head for all"),
     "one query early": (changed(one_query_early), RAGGED, None),

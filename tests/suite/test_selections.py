@@ -26,9 +26,11 @@ CASES = {
     "ties": Selecting("max", "batch", "fp32", 13, size=4, D=16, n=2, rows=50, queries=3),
     "nan": Selecting("max", "batch", "fp32", 14, size=4, D=16, n=2, rows=50, queries=3, nan=True),
     "mixed": Selecting("relu", "cache", "fp32", 15, size=4, groups=2, D=16, n=3, rows=50, queries=9, integers=False),
+    "positions": Selecting("max", "cache", "fp32", 18, size=4, D=16, n=2, rows=50, queries=5, positions=True),
     "weights": Selecting("softmax", "cache", "fp32", 17, 2, 2, groups=2, rows=50, queries=9, integers=False),
 }
-SHOWN_BY = {"tail": "open", "one head": "relu", "signed": "relu", "unweighted": "relu", "upward": "ties", "nan": "nan"}
+SHOWN_BY = {"tail": "open", "upward": "ties", "nan": "nan", "unplaced": "positions"}
+SHOWN_BY |= dict.fromkeys(("one head", "signed", "unweighted"), "relu")
 
 
 def made(name):

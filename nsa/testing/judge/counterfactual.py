@@ -207,6 +207,7 @@ def wrong_cache_scales(e: Evidence) -> Iterator[Finding]:
     for part, x, scale in (("k", k, of_k), ("v", v, of_v)):
         yield instead(f"ignores {part}_scale", p, **{part: x})
         yield instead(f"takes the {part}_scale of the first KV head for all", p, **{part: x * scale[0]})
+    yield instead("ignores k_scale and v_scale", p, k=k, v=v)
     yield instead("takes the scales of the first KV head for all", p, k=k * of_k[0], v=v * of_v[0])
 
 

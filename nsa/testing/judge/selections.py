@@ -23,10 +23,12 @@ SHOWN = 20  # blocks of a list in an error
 FLAWS = {
     "tail": "keys behind the query's position are scored",
     "ahead": "blocks are counted from 1, or one too far",
+    "upward": "of equal scores the larger block is chosen",
+    "lowest": "the blocks of the lowest scores are chosen",
     "half": "the maximum is taken over half of a block",
     "mean": "a block has the mean of its keys instead of the largest",
     "short": "the sequence is taken to be one token shorter",
-    "upward": "of equal scores the larger block is chosen",
+    "unplaced": "q_positions are ignored",
     "unforced": "forced blocks are not forced",
     "one head": "only the first head of a list is scored",
     "signed": "products are not clamped at 0",
@@ -132,6 +134,8 @@ def flawed(r: Request, token: int, flaw: str) -> list[list[int]]:
         other = r._replace(q=of_lists, weights=weights, lse=lse)
     elif flaw == "unweighted":
         other = r._replace(weights=None)
+    elif flaw == "unplaced":
+        other = r._replace(q_positions=None)
     elif flaw == "unforced":
         other = r._replace(first=0, newest=0)
     elif flaw == "other pages" and r.block_table is not None:
@@ -155,8 +159,10 @@ def _with_tail(blocks: list[int], row: Row) -> list[int]:
 
 
 def _other_scores(r: Request, token: int, flaw: str, row: Row) -> Tensor:
-    """Scores of blocks as a flawed selector computes them, for max and relu."""
+    """Scores of blocks as a flawed selector computes them, most of them for max and relu alone."""
     blocks = row.scores.shape[1]
+    if flaw == "lowest":
+        return torch.where(row.scored, -row.scores, row.scores)
     if r.score == "softmax" or blocks == 0 or flaw not in ("tail", "half", "mean", "signed", "nan"):
         return row.scores
     seq, keys, _, position = oracle.sequence_of(r, token)
