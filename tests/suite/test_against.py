@@ -256,6 +256,13 @@ def test_a_test_is_red_if_it_is_in_every_process_and_in_this_tree_alone(capsys, 
     assert f"red in this tree, {times} of 3 processes: test_c\n  assert False\n" in capsys.readouterr().out
 
 
+def test_where_no_benchmark_ran_the_exit_status_is_that_of_pytest(capsys):
+    """As after a name that is mistyped after -k: a gate that compared nothing is not green."""
+    base, head = tree("base", {}), tree("head", {})
+    assert against._report("HEAD", base, head, [], False) == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert "no benchmark ran in either tree" in capsys.readouterr().out
+
+
 def test_benchmarks_that_only_one_tree_has_are_listed(capsys):
     base, head = tree("base", {"a": [1.0] * 3, "old": [1.0] * 3}), tree("head", {"a": [1.0] * 3, "new": [1.0] * 3})
     assert against._report("HEAD", base, head, against._verdicts(base, head), True) == 0

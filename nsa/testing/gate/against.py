@@ -148,9 +148,13 @@ def _report(ref: str, base: Tree, head: Tree, verdicts: list[Verdict], strict: b
         lines += "\n".join(f"{tree.name}: {verdict}" for verdict in dict.fromkeys(tree.wrong)).splitlines()
         for name, said in tree.red.items():
             lines += [f"red in {tree.name}, {len(said)} of {tree.processes} processes: {name}", f"  {said[-1]}"]
+    none = not (base.readings or head.readings)
+    lines += ["no benchmark ran in either tree"] * none
     print(*words.narrowed(lines), words.counts(verdicts), sep="\n", flush=True)
     kinds = {v.kind for v in verdicts}
     gated = bool(kinds - {"cannot gate"})
+    if none and not broken:  # as a name that is mistyped after -k
+        return pytest.ExitCode.NO_TESTS_COLLECTED
     return int(bool(broken) or "FAIL" in kinds or (strict and ("AMBIGUOUS" in kinds or not gated)))
 
 
