@@ -63,6 +63,13 @@ def test_a_base_without_benchmarks_says_so(repository, capsys, strict):
     assert "not gated: HEAD (" in capsys.readouterr().out
 
 
+def test_where_this_tree_has_no_benchmarks_either_the_exit_status_is_that_of_pytest(repository):
+    """As after a name that is mistyped behind -k: a gate that compared nothing is not green."""
+    assert compare(repository, "-k", "typo") == pytest.ExitCode.NO_TESTS_COLLECTED
+    third(repository, "assert False")
+    assert compare(repository, "-k", "test_c") == pytest.ExitCode.TESTS_FAILED
+
+
 def test_a_test_that_is_red_here_alone_is_red(repository, capsys):
     third(repository, "assert False")
     assert compare(repository) == 1
@@ -254,13 +261,6 @@ def test_a_test_is_red_if_it_is_in_every_process_and_in_this_tree_alone(capsys, 
     base.red = {"test_c": ["assert 0"]} if before else {}
     assert against._report("HEAD", base, head, against._verdicts(base, head), True) == status
     assert f"red in this tree, {times} of 3 processes: test_c\n  assert False\n" in capsys.readouterr().out
-
-
-def test_where_no_benchmark_ran_the_exit_status_is_that_of_pytest(capsys):
-    """As after a name that is mistyped after -k: a gate that compared nothing is not green."""
-    base, head = tree("base", {}), tree("head", {})
-    assert against._report("HEAD", base, head, [], False) == pytest.ExitCode.NO_TESTS_COLLECTED
-    assert "no benchmark ran in either tree" in capsys.readouterr().out
 
 
 def test_benchmarks_that_only_one_tree_has_are_listed(capsys):

@@ -91,7 +91,9 @@ def compare(
             return 1
         if not path.is_dir() or not _run(base, arguments, Path(work), module):
             print(f"not gated: {ref} ({commit[:12]}) has no benchmarks that these arguments select", flush=True)
-            return int(strict)
+            if strict or _run(head, arguments, Path(work), module):
+                return int(strict)
+            return int(pytest.ExitCode.TESTS_FAILED if head.red else pytest.ExitCode.NO_TESTS_COLLECTED)
         for tree in _turns(base, head)[1:]:
             if not _run(tree, arguments, Path(work), module) and tree.red:
                 break  # nothing of this tree can be compared
@@ -148,13 +150,9 @@ def _report(ref: str, base: Tree, head: Tree, verdicts: list[Verdict], strict: b
         lines += "\n".join(f"{tree.name}: {verdict}" for verdict in dict.fromkeys(tree.wrong)).splitlines()
         for name, said in tree.red.items():
             lines += [f"red in {tree.name}, {len(said)} of {tree.processes} processes: {name}", f"  {said[-1]}"]
-    none = not (base.readings or head.readings)
-    lines += ["no benchmark ran in either tree"] * none
     print(*words.narrowed(lines), words.counts(verdicts), sep="\n", flush=True)
     kinds = {v.kind for v in verdicts}
     gated = bool(kinds - {"cannot gate"})
-    if none and not broken:  # as a name that is mistyped after -k
-        return pytest.ExitCode.NO_TESTS_COLLECTED
     return int(bool(broken) or "FAIL" in kinds or (strict and ("AMBIGUOUS" in kinds or not gated)))
 
 
