@@ -336,11 +336,15 @@ def read_yaml(path: Path, text: str | None = None) -> dict[object, object]:
 
 @functools.cache
 def _loader(base: Any) -> Any:
-    """A loader that names the line of a value that PyYAML cannot make, as `2026-02-31`, of a number too large, or of a
-    key that is given twice.
+    """A loader that names the line of an invalid value such as `2026-02-31`, of a number too large, or of a key that is
+    given twice.
     """
 
     class Loader(base):  # type: ignore[misc]
+        def __init__(self, stream: Any) -> None:
+            super().__init__(stream)
+            self.checked: set[Any] = set()  # nodes of mappings, which `<<` has not changed yet when they are checked
+
         def construct_object(self, node: Any, deep: bool = False) -> Any:
             line, kind = node.start_mark.line + 1, node.tag.rpartition(":")[2]
             try:
@@ -353,14 +357,15 @@ def _loader(base: Any) -> Any:
                 raise ValueError(f"line {line}: expected an integer of at most 64 bits, got {node.value[:80]}")
             return value
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys: set[str] = set()
-            for key in (key for key, _ in node.value if isinstance(key.value, str)):
-                if key.value in keys:
+        def flatten_mapping(self, node: Any) -> None:
+            keys: set[tuple[str, str]] = set()
+            for key in [key for key, _ in node.value if isinstance(key.value, str) and not key.tag.endswith(":merge")]:
+                if (key.tag, key.value) in keys and node not in self.checked:
                     line = key.start_mark.line + 1
                     raise ValueError(f"line {line}: {key.value}: expected each key once, got it again")
-                keys.add(key.value)
-            return super().construct_mapping(node, deep)
+                keys.add((key.tag, key.value))
+            self.checked.add(node)
+            super().flatten_mapping(node)
 
     return Loader
 

@@ -41,7 +41,7 @@ def compress(
     """
     _check(x, window, stride, weight, positions, cu_seqlens)
     if cu_seqlens is None:
-        if x.shape[1] < window:  # no row, but part of the graph
+        if x.shape[1] < window:  # no rows; a view of x, whose gradient is then 0
             found = x[:, :0, :, None].expand(-1, -1, -1, window, -1)
         else:
             found = x.unfold(1, window, stride).transpose(-1, -2)  # [B, rows, H, window, D]
@@ -54,7 +54,7 @@ def compress(
     ends = torch.cat((torch.zeros_like(begins[:1]), counts.cumsum(0)))
     seq = torch.searchsorted(ends[1:].contiguous(), rows, right=True)
     known = seq < len(counts)
-    seq = seq.clamp(max=len(counts) - 1)  # -1, the only entry of `begins`, if there is no sequence
+    seq = seq.clamp(max=len(counts) - 1)  # without sequences -1: the one entry of `begins`
     first = begins[seq] + (rows - ends[seq]) * stride
     at = torch.where(known, first, 0)[:, None] + torch.arange(window, device=x.device)
     found = x[at.clamp(max=x.shape[0] - 1)].transpose(1, 2)  # [rows, H, window, D]

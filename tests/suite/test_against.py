@@ -63,11 +63,12 @@ def test_a_base_without_benchmarks_says_so(repository, capsys, strict):
     assert "not gated: HEAD (" in capsys.readouterr().out
 
 
-def test_where_this_tree_has_no_benchmarks_either_the_exit_status_is_that_of_pytest(repository):
+def test_where_this_tree_has_no_benchmarks_either_the_exit_status_is_that_of_pytest(repository, capsys):
     """As after a name that is mistyped behind -k: a gate that compared nothing is not green."""
     assert compare(repository, "-k", "typo") == pytest.ExitCode.NO_TESTS_COLLECTED
     third(repository, "assert False")
     assert compare(repository, "-k", "test_c") == pytest.ExitCode.TESTS_FAILED
+    assert "red in this tree, 1 of 1 processes: test_c\n  assert False\n" in capsys.readouterr().out
 
 
 def test_a_test_that_is_red_here_alone_is_red(repository, capsys):

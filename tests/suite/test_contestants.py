@@ -361,11 +361,26 @@ def test_over_a_cache(device, which, page):
 
 @pytest.mark.parametrize("page", [1, 24, 256])
 def test_pages_of_a_promised_size(device, page):
-    """Also of sizes that a contract without sizes is not tested with."""
+    """Of other sizes, too, than those of a contract that takes any. Every entry of a table counts."""
+
+    def astray(which):
+        def kernel(q, k, v, block_table, **how):
+            table = block_table.clone()
+            table[:, which] = table[:, :1]
+            return right(q, k, v, block_table=table, **how)
+
+        return kernel
+
     contract = dataclasses.replace(OVER_A_CACHE, pages=(page,))
-    one = named.of_function("mine:kernel", right, contract, declared=True)
+    one, first_alone, last = (
+        named.of_function("mine:kernel", f, contract, declared=True)
+        for f in (right, astray(slice(None)), astray(slice(-1, None)))
+    )
     assert pages_of(one, "pages") == [page]
     over_a_cache(one, TWO, device, page)
+    for wrong in (first_alone, last):
+        with pytest.raises(named.Wrong, match="bound"):
+            over_a_cache(wrong, TWO, device, page)
 
 
 @pytest.mark.parametrize(("D", "H"), [(16, 4), (32, 2), (128, 4)])

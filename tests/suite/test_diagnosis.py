@@ -276,6 +276,9 @@ FAULTS = {
                      "leaves queries from 1 on NaN"),
     "last-sequences": (filled(math.nan, slice(1, None)), lambda c: c.source in ("ranges", "blocks") and batches(c),
                        "leaves sequences from 1 on NaN"),
+    "last-queries-of-one": (filled(math.nan, slice(None), slice(2, None)),
+                            lambda c: c.B == 1 and c.S > 2 and c.source in ("ranges", "blocks") and not c.seqlens,
+                            "leaves queries from 2 on NaN"),
     "nothing": (filled(0.0, ...), any_case, "leaves the whole output zero"),
     "batch-0": (reordered(first, "k", "v"), batches, f"reads the keys and values {BATCH} the first"),
     "next-batch": (reordered(turned, "k", "v"), lambda c: batches(c) and c.B > 2,
@@ -374,6 +377,15 @@ def test_a_rounded_query_is_named():
     assert red(result, oracle)
     assert "rounds the scaled query to the dtype of its input" in diagnose(result, oracle)
     assert diagnose(tuple(kernel(p)), oracle) == []
+
+
+@pytest.mark.parametrize(("first", "text"), [(3, "sequences from 2"), (4, "queries from 4")])
+def test_where_sequences_begin_is_known(first, text):
+    """The second sequence is empty."""
+    case = Case(2, 32, 32, 64, 5, "prefill", "fp16", block_size=16, seqlens=(3, 0, 2), kv_seqlens=(70, 70, 70))
+    oracle = oracle_of(case)
+    result = filled(math.nan, slice(first, None))(oracle.problem)
+    assert diagnose(result, oracle) == [f"leaves {text} on NaN"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -29,7 +29,7 @@ XUNHAO = "native_sparse_attention.ops"
 VLLM = "vllm.models.minimax_m3.common.ops.sparse_attn"
 ORDERED = Contract(takes=("blocks",), needs=("sorted", "padding last"))
 QSA = "vllm.models.qwen4_exp.nvidia.ops.qsa"
-VLLM_BLOCK = 128  # keys of a block and of a page: its kernels for MiniMax-M3 have no argument for them
+VLLM_BLOCK = 128  # keys of a block and of a page: its kernels for MiniMax-M3 take no other sizes
 VLLM_STEP = 16  # queries of a sequence, up to which a call counts as a decode or speculative step
 # Errors of importing a peer that does not fit this torch or Triton. Such a peer counts as not installed.
 UNUSABLE: tuple[type[BaseException], ...] = (*caught(), AttributeError, TypeError)

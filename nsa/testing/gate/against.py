@@ -91,9 +91,13 @@ def compare(
             return 1
         if not path.is_dir() or not _run(base, arguments, Path(work), module):
             print(f"not gated: {ref} ({commit[:12]}) has no benchmarks that these arguments select", flush=True)
-            if strict or _run(head, arguments, Path(work), module):
-                return int(strict)
-            return int(pytest.ExitCode.TESTS_FAILED if head.red else pytest.ExitCode.NO_TESTS_COLLECTED)
+            if strict:
+                return 1
+            any_here = _run(head, arguments, Path(work), module)
+            print(*_red_lines(head), sep="\n", flush=True)
+            if head.red.keys() - base.red.keys():
+                return 1
+            return 0 if any_here else int(pytest.ExitCode.NO_TESTS_COLLECTED)  # as after a mistyped -k
         for tree in _turns(base, head)[1:]:
             if not _run(tree, arguments, Path(work), module) and tree.red:
                 break  # nothing of this tree can be compared
@@ -148,12 +152,18 @@ def _report(ref: str, base: Tree, head: Tree, verdicts: list[Verdict], strict: b
     broken = [name for name, said in head.red.items() if len(said) == head.processes and name not in base.red]
     for tree in (base, head):
         lines += "\n".join(f"{tree.name}: {verdict}" for verdict in dict.fromkeys(tree.wrong)).splitlines()
-        for name, said in tree.red.items():
-            lines += [f"red in {tree.name}, {len(said)} of {tree.processes} processes: {name}", f"  {said[-1]}"]
+        lines += _red_lines(tree)
     print(*words.narrowed(lines), words.counts(verdicts), sep="\n", flush=True)
     kinds = {v.kind for v in verdicts}
     gated = bool(kinds - {"cannot gate"})
     return int(bool(broken) or "FAIL" in kinds or (strict and ("AMBIGUOUS" in kinds or not gated)))
+
+
+def _red_lines(tree: Tree) -> list[str]:
+    lines = []
+    for name, said in tree.red.items():
+        lines += [f"red in {tree.name}, {len(said)} of {tree.processes} processes: {name}", f"  {said[-1]}"]
+    return lines
 
 
 def _argument(test: str, paths: Sequence[str]) -> str:

@@ -85,7 +85,7 @@ OF_BLOCKS, OF_BOTH = ["small_blocks", "union"], ["query_major", "key_major", "sd
 
 
 def test_a_block_in_two_pages_is_in_no_union(device, pin):
-    """Behind a page lie the keys of another. Where one is NaN the tile is computed by rows, so here all are numbers."""
+    """Behind a page lies another. A NaN there would send the tile to the kernel of rows, so this cache has none."""
     pin(small_blocks=ALWAYS)
     g = torch.Generator().manual_seed(0)
     for page, union in ((6, False), (8, True)):

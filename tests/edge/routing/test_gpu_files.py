@@ -164,7 +164,9 @@ def test_a_chip_like_the_stand_in_uses_its_tiles(packaged):
     packaged(TILES, gpu.STAND_IN)
     assert choices(NAME) == choices(gpu.STAND_IN) != choices(None)
     assert choices(NAME, processors=114) == choices(None, processors=114)
-    assert choices(NAME, capability=80) == choices(None, capability=80)
+    assert choices(NAME, processors=148) == choices(None, processors=148)
+    for capability in (80, 100):
+        assert choices(NAME, capability) == choices(None, capability)
     packaged(TILES.replace("BLOCK_L: 32", "BLOCK_L: 64"))
     assert choices(NAME) != choices(gpu.STAND_IN), "its own come first"
 

@@ -87,5 +87,7 @@ def test_sizes_may_be_integers_of_numpy():
 def test_triton_says_why_it_cannot():
     with pytest.raises(RuntimeError, match=r"backend='triton' cannot select: .*float64"):
         nsa.select_blocks(Q.double(), K.double(), n=2, block_size=4, backend="triton")
+    how = {"score": "softmax", "n": 2, "block_size": 2, "stride": 2, "backend": "triton"}
+    nsa.select_blocks(Q, K, window=4, **how)
     with pytest.raises(RuntimeError, match="cannot select: softmax with a window of more than block_size . stride"):
-        nsa.select_blocks(Q, K, score="softmax", n=2, block_size=2, stride=2, window=6, backend="triton")
+        nsa.select_blocks(Q, K, window=6, **how)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 
 import torch
 
@@ -28,8 +27,9 @@ CACHED = [
     for H, D, dtype in [((4, 32, "fp32"), (16, 64, "fp16"), (2, 64, "fp32"))[i % 3]] for HKV in (1 + i % 2,)
 ]  # fmt: skip
 PAGES = (16, 64, 128)  # of a contract that takes any
-LENGTHS = (203, 0, 1, 256)  # an end within a page, no keys, one key, a full cache
-ROOMY = (203, 70, 128, 256)  # lengths with which each query sees a key
+FULL = 2**31  # or more than a cache holds
+LENGTHS = (203, 0, 1, FULL)  # an end within a page, no keys, one key, a full cache
+ROOMY = (203, 70, 128, FULL)  # lengths with which each query sees a key
 
 
 def some(impl, count):
@@ -179,9 +179,9 @@ def a_cache(contract, case, device, page, fp8, counts, turn):
 
     `turn` chooses lengths and values, not shapes.
     """
-    step = math.lcm(128, page or 1)
-    room = -(-case.S_kv // step) * step
-    needs = contract.needs
+    step = page or 128
+    room = max(-(-case.S_kv // step), 2) * step  # a table of two pages at least
+    case, needs = dataclasses.replace(case, S_kv=room), contract.needs
     lengths = [min(length, room) for length in (ROOMY if {"nonempty", "visible"} & set(needs) else LENGTHS)]
     lengths, counts = (x[turn:] + x[:turn] for x in (lengths, counts))
     cache = caches.draw(
