@@ -139,8 +139,8 @@ def sdpa_same_keys(p: Problem) -> Tensor:
 def one_by_one(p: Problem) -> float:
     """The largest standard deviation of an output element in fp32, if every sum adds one product after the other.
 
-    Weights are ``exp(score - LSE)``, as in a kernel that computes the LSE first. Rounding the LSE to fp32 multiplies all
-    weights of a row by the same factor, which is 1 ± 4e-6 at most where the LSE is 90.
+    Weights are ``exp(score - LSE)``, as in a kernel that computes the LSE first. Rounding the LSE to fp32 changes all
+    weights of a row by the same factor, by up to 4e-6 where the LSE is 90.
     """
     Q, K, V, lengths = p.rows
     if not Q.shape[0] or not K.shape[1]:
