@@ -45,7 +45,7 @@ class Tree:
 
     readings: by benchmark, one for each process. ids: pytest's id of each benchmark in this tree. red: by test, what
     each process in which it failed said of it. wrong: the verdicts on a contestant whose results are wrong, and the
-    lines below each.
+    lines below each. status: the exit status of the last process.
     """
 
     name: str
@@ -57,6 +57,7 @@ class Tree:
     red: dict[str, list[str]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     processes: int = 0
+    status: int = 0
 
     def sides(self) -> dict[str, Side]:
         return pooled({name: Side.of(readings) for name, readings in self.readings.items()})
@@ -93,11 +94,12 @@ def compare(
             print(f"not gated: {ref} ({commit[:12]}) has no benchmarks that these arguments select", flush=True)
             if strict:
                 return 1
-            any_here = _run(head, arguments, Path(work), module)
+            _run(head, arguments, Path(work), module)
             print(*_red_lines(head), sep="\n", flush=True)
             if head.red.keys() - base.red.keys():
                 return 1
-            return 0 if any_here else int(pytest.ExitCode.NO_TESTS_COLLECTED)  # as after a mistyped -k
+            none = pytest.ExitCode.NO_TESTS_COLLECTED  # as after a mistyped -k
+            return none if head.status == none else 0
         for tree in _turns(base, head)[1:]:
             if not _run(tree, arguments, Path(work), module) and tree.red:
                 break  # nothing of this tree can be compared
@@ -220,6 +222,7 @@ def _pytest(tree: Tree, arguments: Sequence[str], stem: Path) -> tuple[str, Path
     environment["PYTEST_ADDOPTS"] = shlex.join(_of_one_tree(shlex.split(environment.get("PYTEST_ADDOPTS", ""))))
     with text.open("w") as stream:
         status = children.run(["-m", "pytest", f"--junitxml={xml}", *arguments], tree.path, environment, stream)
+    tree.status = status
     said = re.sub(r"\n {4}(?=\S)", " ", text.read_text())  # verdicts are wrapped
     lacking = tree.commit and status == pytest.ExitCode.USAGE_ERROR
     if not lacking and (status not in EXPECTED or not xml.exists()):
