@@ -359,8 +359,10 @@ def _loader(base: Any) -> Any:
 
         def flatten_mapping(self, node: Any) -> None:
             keys: set[tuple[str, str]] = set()
-            for key in [key for key, _ in node.value if isinstance(key.value, str) and not key.tag.endswith(":merge")]:
-                if (key.tag, key.value) in keys and node not in self.checked:
+            for key, _ in node.value if node not in self.checked else ():
+                if not isinstance(key.value, str) or key.tag.endswith(":merge"):
+                    continue
+                if (key.tag, key.value) in keys:
                     line = key.start_mark.line + 1
                     raise ValueError(f"line {line}: {key.value}: expected each key once, got it again")
                 keys.add((key.tag, key.value))

@@ -95,7 +95,8 @@ def compare(
             if strict:
                 return 1
             _run(head, arguments, Path(work), module)
-            print(*_red_lines(head), sep="\n", flush=True)
+            for line in _red_lines(head):
+                print(line, flush=True)
             if head.red.keys() - base.red.keys():
                 return 1
             none = pytest.ExitCode.NO_TESTS_COLLECTED  # as after a mistyped -k

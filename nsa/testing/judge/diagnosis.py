@@ -118,7 +118,7 @@ def _tails(e: Evidence) -> Iterator[tuple[str, int, Callable[[Tensor], Tensor]]]
     axes = [("output columns", (1, -1, p.case.Dv), 2), ("query heads", (-1, p.case.HQ, p.case.Dv), 1)]
     axes += [("the query heads of each group", (-1, p.case.H, p.case.Dv), 1)] * (HKV > 1)
     firsts = [*range(0, B * S, max(S, 1))] if p.cu_seqlens is None else p.cu_seqlens.tolist()  # queries of sequences
-    firsts = firsts if p.case.source in ("ranges", "blocks") else []  # packed rows have no sequences
+    known = p.case.source in ("ranges", "blocks")  # packed rows have no sequences
     axes += [("queries", (1, B * S, -1), 1)] + [("queries of each sequence", (B, S, -1), 1)] * (B > 1 and S > 1)
     for axis, shape, dim in axes:
         columns = axis == "output columns"
@@ -127,7 +127,7 @@ def _tails(e: Evidence) -> Iterator[tuple[str, int, Callable[[Tensor], Tensor]]]
         start = int(wrong.any(1).int().argmax())
         if start and off.numel() // off.shape[dim] * start >= ENOUGH and float(wrong[start:].double().mean()) > 0.5:
             part = partial(_tail, shape, dim, start)
-            if axis == "queries" and start in firsts:  # whose tensors were probably not read
+            if axis == "queries" and known and start in firsts:  # whose tensors were probably not read
                 axis, start = "sequences", bisect_right(firsts, start) - 1
             if not (columns and bool(e.lse_off.any())):
                 yield axis, start, part

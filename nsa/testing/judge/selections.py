@@ -150,7 +150,8 @@ def flawed(r: Request, token: int, flaw: str) -> list[list[int]]:
             scores=row.scores.flip(1), scored=row.scored.flip(0), forced=row.forced.flip(0)
         ).choose(r.n)  # fmt: skip
         return [_with_tail(sorted(len(row.scored) - 1 - b for b in x), row) for x in mirrored.tolist()]
-    scores = _other_scores(r, token, flaw, row)
+    lowest = torch.where(row.scored, -row.scores, row.scores)
+    scores = lowest if flaw == "lowest" else _other_scores(r, token, flaw, row)
     return [_with_tail(x, row) for x in row._replace(scores=scores).choose(r.n).tolist()]
 
 
@@ -159,10 +160,8 @@ def _with_tail(blocks: list[int], row: Row) -> list[int]:
 
 
 def _other_scores(r: Request, token: int, flaw: str, row: Row) -> Tensor:
-    """Scores of blocks as a flawed selector computes them, most of them for max and relu alone."""
+    """Scores of blocks as a flawed selector computes them, for max and relu."""
     blocks = row.scores.shape[1]
-    if flaw == "lowest":
-        return torch.where(row.scored, -row.scores, row.scores)
     if r.score == "softmax" or blocks == 0 or flaw not in ("tail", "half", "mean", "signed", "nan"):
         return row.scores
     seq, keys, _, position = oracle.sequence_of(r, token)
