@@ -274,13 +274,14 @@ def _when(recording: Recording, one: Table) -> str:
 
 
 def readme_block(recordings: Sequence[Recording]) -> str:
-    """The measured part of README.md: a picture and a table of each device, and where all tables are."""
+    """The measured part of README.md: a picture and a table of the device with the most benchmarks; pages of all."""
     text: list[str] = []
+    most = max(recordings, key=lambda recording: len(recording.facts))
     for recording in recordings:
         name = recording.gpu or recording.device
         path, prompts = RESULTS / device_slug(name), tables.longest_prompts(recording.facts)
         where = f"**{name}**, torch {recording.torch}, Triton {recording.triton}"
-        if prompts is not None:
+        if recording is most and prompts is not None:
             one = tables.headline(recording.facts)
             text += [f"![{_alternative(name, prompts)}]({path}.svg)", "", f"{where}. {one.legend}", ""]
             text += [table.markdown(one), "", one.explained()]
