@@ -1,5 +1,6 @@
 """Four processes that are joined by gloo and run jobs, started once for all tests: a start takes seconds."""
 
+import faulthandler
 import tempfile
 import traceback
 from multiprocessing.connection import wait
@@ -14,6 +15,7 @@ PATIENCE_S = 120  # for a job; on a busy machine the interpreter takes its time
 
 
 def _serve(rank, folder, pipe):
+    faulthandler.enable()  # a rank that crashes says where, in the test's captured stderr
     torch.set_num_threads(1)
     from nsa.testing import interpreter
     from nsa.testing.judge import addresses
