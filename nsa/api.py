@@ -103,9 +103,9 @@ def selection_attention(
             ``union`` (block indices, up to 32 heads a group, 8 in fp32, no fp8): a few neighbouring queries, for which
             the program reads the union of their blocks, each block once. Queries that share too few blocks are left to
             key_major or query_major. ``small_blocks`` (blocks of at most 16 keys): one row, or a few neighbouring
-            queries, with many blocks gathered at a time. ``auto`` uses small_blocks for rows of more than 64 such
-            blocks, and union or key-major for prefills with block indices where measurements show that they are faster
-            (`nsa.routing`).
+            queries, with many blocks gathered at a time. ``auto`` uses small_blocks, in fp16 and bf16, for rows of more
+            than 64 such blocks, and union or key-major for prefills with block indices where measurements show that
+            they are faster (`nsa.routing`).
             In key-major, a NaN or inf of a key may also reach rows that selected the key's block but must not see it.
         out: ``[..., HQ, Dv]``, memory for the result; its elements must not overlap, nor share memory with an input.
 

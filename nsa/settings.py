@@ -53,7 +53,7 @@ class Settings:
     debug_compare: bool = False  # log the error of each call against the reference
     debug_shapes: bool = False  # log shapes and strides
     debug_cache: bool = False  # log lengths and page numbers that are impossible for the KV cache
-    vllm: bool = False  # our kernels serve MiniMax-M3 in vLLM (nsa.integrations.vllm)
+    vllm: bool = False  # our kernels serve MiniMax-M3 and QSA in vLLM (nsa.integrations.vllm)
 
     pins: tuple[tuple[str, Any], ...] = ()  # tiles by kernel family: see `nsa.kernels.pinned`, not a setting by name
 

@@ -1,4 +1,4 @@
-"""The files that a perf run writes on request: a CSV, thresholds, schedules, tiles, a report."""
+"""The files that a perf run writes on request: a CSV, a threshold, tiles, a report."""
 
 from __future__ import annotations
 
