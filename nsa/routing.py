@@ -159,6 +159,7 @@ def make_plan(call: Call) -> Plan:
 def choose(call: Call, shape: Shape, device_name: str | None) -> tuple[str, str | None]:
     """The schedule of a call, and the reason if a measurement decided it.
 
+    A family's ``pays`` decides. Key-major and union compare expected times there (`nsa.schedules.fastest`).
     Without a GPU (``device_name`` None) no family is asked, and the one that serves every call is taken.
     """
     if call.schedule != "auto":

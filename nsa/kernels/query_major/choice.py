@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Choice(NamedTuple):
-    """What a sweep varies and a table holds."""
+    """What a sweep varies, a table holds and a pin says. `tiles.py` chooses one for each call."""
 
     splits: int  # parts into which the keys of a row are split
     head_tiles: int  # programs among which a group of query heads is divided

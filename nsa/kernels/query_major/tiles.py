@@ -1,9 +1,10 @@
 """Tile sizes and splits: pure functions of what the host knows of a call. Imports no Triton.
 
-A pin decides first (`nsa.kernels.pinned`). A GPU that was swept (`pytest -m perf --nsa-sweep`) has a table in its file
-(`nsa/gpu.py`), whose nearest measured shape decides next; an H200 uses the H100's. Rules decide on all other GPUs, and
-on every GPU for many rows over blocks and for rows over blocks of 16 or 32 keys. Their numbers come from an H100 and
-from the shared memory of each architecture.
+`plan.py` calls :func:`tile_and_splits`. A pin, which `plan.py` reads, decides first (`nsa.kernels.pinned`). A GPU
+that was swept (`pytest -m perf --nsa-sweep`) has a table in its file (`nsa/gpu.py`), whose nearest measured shape
+decides next; an H200 uses the H100's. Rules decide on all other GPUs, and on every GPU for many rows over blocks and
+for rows over blocks of 16 or 32 keys. Their numbers come from an H100 and from the shared memory of each
+architecture.
 """
 
 from __future__ import annotations

@@ -130,7 +130,8 @@ def causal_end(position, end, token, pos_ptr, origin=0):
     """The causal rule: a query may read the keys before ``end``, up to its own position. Returns where they end.
 
     ``pos_ptr`` holds positions of tokens, of any value, which replace ``position``; or it is None. Keys and
-    ``position`` count from ``origin``. The result may be negative for a query without keys.
+    ``position`` count from ``origin``. The result may be negative for a query without keys. Query-major cuts the spans
+    of a row there (``spans.clamp_span``), so it masks no scores by position. The other families compare keys with it.
     """
     if pos_ptr is not None:
         position = tl.maximum(tl.minimum(tl.load(pos_ptr + token), origin + end - 1), -1).to(tl.int32) - origin
