@@ -71,7 +71,9 @@ def _judge(name: str, what: str, done: subprocess.CompletedProcess[str]) -> tupl
 
 def _sanitized(tool: str, name: str, what: str) -> subprocess.CompletedProcess[str]:
     command = [tool, "--tool", name, "--error-exitcode", str(FOUND), "--target-processes", "all", "--print-limit", "20"]
-    environment = settings.child_environment(interpret=False) | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    # PYTHONFAULTHANDLER: a run that crashes prints its stack.
+    environment = settings.child_environment(interpret=False)
+    environment |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONFAULTHANDLER": "1"}
     command += [sys.executable, "-m", "nsa.testing.sanitize", what]
     try:
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)

@@ -21,7 +21,7 @@ def tool(tmp_path, monkeypatch):
         path = tmp_path / "compute-sanitizer"
         words = CAUGHT if said is None else said
         path.write_text(
-            '#!/bin/sh\ntest "$PYTORCH_NO_CUDA_MEMORY_CACHING" = 1 || exit 9\n'
+            '#!/bin/sh\ntest "$PYTORCH_NO_CUDA_MEMORY_CACHING$PYTHONFAULTHANDLER" = 11 || exit 9\n'
             'for last; do :; done\ncase "$last" in\n'
             + "".join(f"{name}) echo '{text}'; exit {planted};;\n" for name, text in words.items())
             + f"matrix) echo '========= Invalid __global__ write'; echo checked 70 calls; exit {matrix};;\nesac\n"
