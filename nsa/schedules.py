@@ -84,7 +84,7 @@ def _sum(costs: Mapping[str, float], counts: Mapping[str, float]) -> float:
     return sum(cost * counts[name] for name, cost in costs.items())
 
 
-def why(call: Call, shape: Shape, device_name: str, schedule: str, *others: str) -> str | None:
+def reason_if_fastest(call: Call, shape: Shape, device_name: str, schedule: str, *others: str) -> str | None:
     """The reason to take a schedule for a call with blocks; None if query-major or one of ``others`` is faster.
 
     Args:

@@ -18,7 +18,7 @@ class KeyMajor(Family):
     schedules = ("key_major",)
 
     def pays(self, call: Call, shape: Shape, device_name: str) -> str | None:
-        return schedules.why(call, shape, device_name, self.name) if can_number(call, shape) else None
+        return schedules.reason_if_fastest(call, shape, device_name, self.name) if can_number(call, shape) else None
 
     def plan(self, call: Call, shape: Shape, schedule: str, skips: bool = False) -> Any:
         steps = QUERY_MAJOR.kernels.plan(call, shape, steps=True) if has_steps(call, shape) else None

@@ -41,7 +41,7 @@ class Union(Family):
         assert size is not None
         tile = tiles.select(gpu.chip(call.q.device).capability, call.q.dtype.itemsize, g.G, g.D, g.Dv, g.n, size)
         fits = tile is not None and tiles.fits(g.S_kv, size)
-        return schedules.why(call, shape, device_name, self.name, KEY_MAJOR.name) if fits else None
+        return schedules.reason_if_fastest(call, shape, device_name, self.name, KEY_MAJOR.name) if fits else None
 
     def plan(self, call: Call, shape: Shape, schedule: str) -> Any:
         why_not = self.why_not(call, shape)
